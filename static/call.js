@@ -1,0 +1,814 @@
+// The call: one reducer, `step(state, event) -> [state, effects]`. Pure.
+//
+// Events carry `at`, the time in milliseconds; those of a session carry its `attempt`, so
+// that whatever comes late from an older one is recognised. Effects are plain objects that
+// app.js carries out; their results come back as events.
+//
+//   phase       means                                  left by
+//   idle        no session                             dial -> connecting
+//   connecting  microphone, offer, answer under way    started -> live; failed, hangUp -> idle
+//   live        session.started came                   hangUp, idle -> closing; lost -> idle
+//   closing     session.close sent                     closed, or 5 s -> idle
+//
+//   delegation  settling -> sent, captured (it answers a question) -> answered
+//   question    queued -> asked (its append is placed) -> answering -> closed
+//
+// What must stay true:
+//
+//   1. Nothing is sent before `started` or after `session.close`.
+//   2. Every delegation gets one answer, with its own id, on the connection that made it.
+//   3. A word is handed over once; words whose run never began count as not handed over.
+//   4. Runs outlive sessions: an update is a rule in every phase.
+//   5. A spoken answer to a question is made of words that began after it was placed.
+//   6. A session that connects after the user hung up is closed, not ignored.
+
+import * as speech from "./speech.js";
+import * as transcript from "./transcript.js";
+import { closeMessage, commentary, muteMessage, thinking } from "./wire.js";
+
+/** @typedef {import("./wire.js").Event} Event */
+/** @typedef {{do: string, [field: string]: any}} Effect */
+/**
+ * @typedef {{requestId: string, command: string, description: string, choices: string[],
+ *   until: number, stage: "queued" | "asked" | "answering" | "closed", sentAs: string,
+ *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string}} Question
+ *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
+ *   this session, `asked`: how often; `afterMs`: the place of its last append
+ * @typedef {{key: string, runId: string | null, at: number, request: string, state: string,
+ *   tools: {status: string, label: string, preview: string}[], progress: string,
+ *   question: Question | null, result: {finish: string, show: string, error: string} | null,
+ *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
+ *   stopAsked: boolean, retries: number, following: boolean, followAt: number,
+ *   noted: string, notedAt: number, saidAt: number, saidTimes: number}} Run
+ *   `lines` are kept until the server has named the run, `batches` of words until Hermes
+ *   has taken it.
+ * @typedef {{id: string, attempt: number, at: number, state: "settling" | "captured" | "sent" | "answered",
+ *   run: string | null}} Delegation
+ * @typedef {{key: number, level: "info" | "error", text: string, at: number}} Notice
+ */
+
+const SETTLE_MS = 600; // of quiet after the last word
+const SETTLE_ENDED_MS = 250; // if that word ended a sentence
+const SETTLE_MOST_MS = 2500;
+const UTTERANCE_MS = 1300; // of quiet after which an answer is complete
+const START_MS = 25000; // from dialling until the session must have started
+const CLOSE_MS = 5000; // from session.close until we stop waiting for session.closed
+const GRACE_MS = 8000; // a broken connection may come back by itself
+const NOTE_MS = 3000; // between two silent notes about one run
+const NOTE_AGAIN_MS = 30000; // with nothing new to tell
+const SAY_FIRST_MS = 8000; // until progress is said aloud; then rarely
+const ASK_MOST = 3; // times one question is asked aloud
+const RUNS_KEPT = 100;
+const TOOLS_KEPT = 50;
+const NOTICES_KEPT = 30;
+const DELEGATIONS_KEPT = 100;
+const HISTORY_LINES = 24;
+const RETRIES_MOST = 8;
+
+export const START = {
+  phase: /** @type {"idle" | "connecting" | "live" | "closing"} */ ("idle"),
+  attempt: 0, // counts openings
+  sessionId: /** @type {string | null} */ (null),
+  dialledAt: 0,
+  liveAt: 0,
+  closingAt: 0,
+  shakyAt: /** @type {number | null} */ (null), // since when the connection is broken
+  muted: false,
+  silenced: false, // the user asked for quiet; the voice is not played until it has ended
+  heardAt: 0, // when somebody last spoke or work last moved
+  seconds: /** @type {number | null} */ (null), // of the session, by the vendor's count
+  idleMs: 300000,
+  now: 0,
+  counter: 0,
+  transcript: transcript.EMPTY,
+  speech: speech.QUIET,
+  /** @type {Delegation[]} */ delegations: [],
+  /** @type {Run[]} */ runs: [],
+  /** @type {Notice[]} */ notices: [],
+};
+
+/** @typedef {typeof START} State */
+/** @typedef {[State, Effect[]]} Step */
+
+/** @type {Record<string, (state: State, event: any) => Step>} */
+const ALWAYS = {
+  configured: (state, e) => [{ ...state, idleMs: e.idleSeconds * 1000 }, []],
+  mute,
+  typed,
+  listed,
+  update,
+  streamEnded,
+  approve,
+  answered,
+  stopRun,
+  refused,
+  tick,
+  notice: (state, e) => [notify(state, e.level, e.text), []],
+};
+
+/** @type {Record<string, Record<string, (state: State, event: any) => Step>>} */
+const TABLE = {
+  idle: { ...ALWAYS, dial, opened: late },
+  connecting: { ...ALWAYS, opened, started, failed, lost, closed: lost, hangUp: abandon },
+  live: { ...ALWAYS, hangUp: close, heard, delegated, placed, sound, trouble, usage, closed, lost, link, stopSpeaking },
+  closing: { ...ALWAYS, heard, usage, closed, lost },
+};
+
+const OF_SESSION = new Set([
+  "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound",
+]);
+
+/**
+ * One event. Returns the next state and what is to be done.
+ * @param {State} state @param {Event} event
+ * @returns {Step}
+ */
+export function step(state, event) {
+  const rule = TABLE[state.phase][event.type];
+  if (OF_SESSION.has(event.type) && event.attempt !== state.attempt) {
+    return event.type === "opened" ? late(state, event) : [state, []];
+  }
+  if (!rule) return [state, []];
+  const now = { ...state, now: event.at ?? state.now };
+  return pump(...rule(now, event));
+}
+
+/** Send what may be said at this moment. @param {State} state @param {Effect[]} effects @returns {Step} */
+function pump(state, effects) {
+  // Over a broken connection it might be lost, and nobody would know.
+  if (state.phase !== "live" || state.shakyAt !== null) return [state, effects];
+  const id = `say_${state.attempt}_${state.counter}`;
+  const [next, piece] = speech.next(state.speech, id, state.now);
+  if (!piece) return [next === state.speech ? state : { ...state, speech: next }, effects];
+  const unmuted = state.silenced ? [{ do: "silence", on: false }] : [];
+  const send = { do: "send", message: commentary(id, piece.text, known(state, piece.delegation)) };
+  const sent = { ...state, speech: next, counter: state.counter + 1, silenced: false };
+  const told = piece.kind === "question" ? questionChanged(sent, piece.run, { sentAs: id }) : sent;
+  return [told, [...effects, ...unmuted, send]];
+}
+
+/** A delegation's id, if it was made on this connection. @param {State} state @param {string | null} id */
+function known(state, id) {
+  return state.delegations.some((d) => d.id === id && d.attempt === state.attempt) ? id : null;
+}
+
+/** Tell the model silently. @param {State} state @param {string} text @param {string | null} delegation @returns {Step} */
+function note(state, text, delegation) {
+  if (state.phase !== "live") return [state, []];
+  const message = thinking(`note_${state.attempt}_${state.counter}`, text, known(state, delegation));
+  return [{ ...state, counter: state.counter + 1 }, [{ do: "send", message }]];
+}
+
+/** @param {State} state @param {"info" | "error"} level @param {string} text @returns {State} */
+function notify(state, level, text) {
+  const notice = { key: state.counter, level, text, at: state.now };
+  return { ...state, counter: state.counter + 1, notices: [...state.notices, notice].slice(-NOTICES_KEPT) };
+}
+
+/**
+ * @param {State} state @param {speech.Piece["kind"]} kind @param {string[]} texts
+ * @param {string | null} delegation @param {string | null} run
+ * @returns {State}
+ */
+function say(state, kind, texts, delegation, run) {
+  const pieces = texts.map((text) => ({ kind, text, delegation, run, at: state.now }));
+  return { ...state, speech: speech.enqueue(state.speech, pieces) };
+}
+
+/** Apply functions one after the other, collecting their effects. @param {State} state @param {((state: State) => Step)[]} parts @returns {Step} */
+function each(state, ...parts) {
+  /** @type {Effect[]} */
+  let effects = [];
+  for (const part of parts) {
+    const [next, more] = part(state);
+    state = next;
+    effects = [...effects, ...more];
+  }
+  return [state, effects];
+}
+
+// ---- the session
+
+/** @param {State} state @returns {Step} */
+function dial(state) {
+  const attempt = state.attempt + 1;
+  const next = {
+    ...state,
+    phase: /** @type {const} */ ("connecting"),
+    attempt,
+    sessionId: null,
+    dialledAt: state.now,
+    shakyAt: null,
+    silenced: false,
+    seconds: null,
+    // What became of questions in between is on the screen; only results are still owed.
+    speech: { ...speech.forget(state.speech, (piece) => piece.kind !== "result"), current: null, sounding: false },
+  };
+  return [next, [{ do: "open", attempt, history: transcript.history(state.transcript, HISTORY_LINES) }]];
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function opened(state, event) {
+  // The user may have muted before there was a microphone. No audio has left yet.
+  return [{ ...state, sessionId: event.sessionId }, [{ do: "mute", on: state.muted }]];
+}
+
+/** It connected after the user had hung up: it owns a microphone and bills. @param {State} state @param {Event} event @returns {Step} */
+function late(state, event) {
+  return [state, [{ do: "drop", attempt: event.attempt, sessionId: event.sessionId }]];
+}
+
+/** @param {State} state @returns {Step} */
+function started(state) {
+  const live = { ...state, phase: /** @type {const} */ ("live"), liveAt: state.now, heardAt: state.now };
+  const muted = { do: "send", message: muteMessage(`mute_${state.attempt}_${state.counter}`, true) };
+  const asking = openQuestion(state);
+  return each(
+    { ...live, counter: state.counter + 1 },
+    (s) => [s, state.muted ? [muted] : []],
+    (s) => (asking?.question?.stage === "queued" ? ask(s, asking.key, "") : [s, []]),
+  );
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function failed(state, event) {
+  return ended(notify(state, "error", event.message), true);
+}
+
+/** Hung up before it was live. @param {State} state @returns {Step} */
+function abandon(state) {
+  return ended(state, true);
+}
+
+/** @param {State} state @returns {Step} */
+function close(state) {
+  const next = { ...state, phase: /** @type {const} */ ("closing"), closingAt: state.now, counter: state.counter + 1 };
+  return [next, [{ do: "send", message: closeMessage(`close_${state.attempt}_${state.counter}`) }]];
+}
+
+/** @type {Record<string, string>} */
+const CLOSINGS = {
+  expired: "The call reached the longest time OpenAI allows. Start a new one to go on.",
+  content: "OpenAI ended the call because of its content rules.",
+  connection_lost: "The connection was lost. Your tasks go on; start the call again to hear of them.",
+  close_requested: "The call was ended from another page, or by the server.",
+};
+
+/** The model's service closed the session. @param {State} state @param {Event} event @returns {Step} */
+function closed(state, event) {
+  const counted = { ...state, seconds: event.seconds ?? state.seconds };
+  if (state.phase === "closing") return ended(counted, false);
+  const why = CLOSINGS[event.reason] ?? CLOSINGS.connection_lost;
+  return ended(notify(counted, "info", why), false);
+}
+
+/** @param {State} state @returns {Step} */
+function lost(state) {
+  if (state.phase === "closing") return ended(state, true);
+  return ended(notify(state, "error", CLOSINGS.connection_lost), true);
+}
+
+/** Back to idle; `drop`: the session may still live at the service. @param {State} state @param {boolean} drop @returns {Step} */
+function ended(state, drop) {
+  const effect = { do: drop ? "drop" : "release", attempt: state.attempt, sessionId: state.sessionId };
+  const next = {
+    ...state,
+    phase: /** @type {const} */ ("idle"),
+    sessionId: null,
+    shakyAt: null,
+    silenced: false,
+    delegations: [], // valid only on the connection that made them
+    speech: { ...speech.forget(state.speech, (piece) => piece.kind !== "result"), current: null, sounding: false },
+    runs: state.runs.map((run) => requeued(run)),
+  };
+  return [next, [effect]];
+}
+
+/** An open question must be asked anew in the next session. @param {Run} run @returns {Run} */
+function requeued(run) {
+  const question = run.question;
+  if (!question || question.stage === "closed") return run;
+  return { ...run, question: { ...question, stage: "queued", sentAs: "", askedAt: null, asked: 0 } };
+}
+
+/** The peer connection broke, or healed. @param {State} state @param {Event} event @returns {Step} */
+function link(state, event) {
+  return [{ ...state, shakyAt: event.broken ? (state.shakyAt ?? state.now) : null }, []];
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function usage(state, event) {
+  return [{ ...state, seconds: event.seconds }, []];
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function mute(state, event) {
+  const next = { ...state, muted: event.on, counter: state.counter + 1 };
+  const local = { do: "mute", on: event.on };
+  if (state.phase !== "live") return [next, [local]];
+  return [next, [local, { do: "send", message: muteMessage(`mute_${state.attempt}_${state.counter}`, event.on) }]];
+}
+
+/** Silence at once; the work goes on. @param {State} state @returns {Step} */
+function stopSpeaking(state) {
+  const dropped = speech.forget(state.speech, (piece) => piece.kind !== "question");
+  const current = dropped.current?.piece.kind === "question" ? dropped.current : null;
+  const next = { ...state, silenced: true, speech: { ...dropped, current } };
+  const [told, effects] = note(next, "The user pressed 'Stop speaking': be quiet until they speak again.", null);
+  return [told, [{ do: "silence", on: true }, ...effects]];
+}
+
+/** The voice began or ceased to sound. @param {State} state @param {Event} event @returns {Step} */
+function sound(state, event) {
+  const next = { ...state, speech: speech.sound(state.speech, event.on, state.now), heardAt: state.now };
+  if (event.on || !state.silenced) return [next, []];
+  return [{ ...next, silenced: false }, [{ do: "silence", on: false }]];
+}
+
+/** The model refused something we sent. @param {State} state @param {Event} event @returns {Step} */
+function trouble(state, event) {
+  const current = state.speech.current;
+  if (!current || event.sent !== current.id) return [state, []];
+  const said = { ...state, speech: { ...state.speech, current: null } };
+  return [notify(said, "error", "The voice could not say something. It is on the screen."), []];
+}
+
+/** An append has its place in the timeline. @param {State} state @param {Event} event @returns {Step} */
+function placed(state, event) {
+  const id = event.sent ?? state.speech.current?.id;
+  const next = { ...state, speech: speech.placed(state.speech, event.sent, state.now) };
+  const run = state.runs.find((r) => r.question && r.question.sentAs === id);
+  if (!run?.question) return [next, []];
+  const { stage, asked, askedAt } = run.question;
+  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: event.endMs };
+  return [questionChanged(next, run.key, { ...place, stage: stage === "queued" ? "asked" : stage }), []];
+}
+
+// ---- what is said
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function heard(state, event) {
+  const words = /** @type {any} */ (event);
+  const next = { ...state, transcript: transcript.add(state.transcript, words, state.attempt, state.now), heardAt: state.now };
+  if (event.speaker === "user") next.speech = { ...state.speech, userAt: state.now };
+  return [next, []];
+}
+
+/** The model wants work done. @param {State} state @param {Event} event @returns {Step} */
+function delegated(state, event) {
+  if (state.delegations.some((known) => known.id === event.id)) return [state, []];
+  const delegation = /** @type {Delegation} */ ({ id: event.id, attempt: state.attempt, at: state.now, state: "settling", run: null });
+  return [{ ...state, heardAt: state.now, delegations: [...state.delegations, delegation].slice(-DELEGATIONS_KEPT) }, []];
+}
+
+/** A typed message takes the same way as a spoken one. @param {State} state @param {Event} event @returns {Step} */
+function typed(state, event) {
+  const asking = openQuestion(state);
+  if (asking?.question) return typedAnswer(state, asking, event.text);
+  const added = transcript.addTyped(state.transcript, event.text, state.attempt, state.now);
+  // It takes along what was said before it, and so answers the delegations of that.
+  const ids = state.delegations.filter((d) => d.state === "settling").map((d) => d.id);
+  return each(
+    { ...state, transcript: added, heardAt: state.now },
+    (s) => note(s, `The user typed: ${event.text}`, null),
+    (s) => delegate(s, `typed_${event.id}`, ids),
+  );
+}
+
+/** While a question is open, a typed message answers it or comes back to be kept. @param {State} state @param {Run} run @param {string} text @returns {Step} */
+function typedAnswer(state, run, text) {
+  if (run.question?.stage === "answering") {
+    return [notify(state, "info", "Your answer is on its way to Hermes. Send this after it."), [{ do: "draft", text }]];
+  }
+  const asked = questionChanged(state, run.key, { stage: "answering" });
+  const effect = { do: "approve", key: run.key, runId: run.runId, requestId: run.question?.requestId, heard: text, typed: text };
+  return [asked, [effect]];
+}
+
+/** The run with an open question. @param {State} state */
+function openQuestion(state) {
+  return state.runs.find((run) => run.question && run.question.stage !== "closed" && !run.result && !run.stopAsked);
+}
+
+/**
+ * Hand over what was said, as one request; `ids` are the delegations it answers.
+ * @param {State} state @param {string} key @param {string[]} ids
+ * @returns {Step}
+ */
+function delegate(state, key, ids) {
+  const lines = transcript.request(state.transcript);
+  const [handed, batch] = transcript.hand(state.transcript);
+  const request = lines.findLast((line) => line.speaker === "user")?.text ?? "";
+  const run = { ...newRun(state, key, null, request), lines, batches: [batch] };
+  const next = {
+    ...state,
+    transcript: handed,
+    heardAt: state.now,
+    runs: [...state.runs, run].slice(-RUNS_KEPT),
+    delegations: assign(state.delegations, ids, "sent", key),
+  };
+  return [next, [{ do: "delegate", key, lines }]];
+}
+
+/** @param {Delegation[]} delegations @param {string[]} ids @param {Delegation["state"]} stage @param {string | null} run */
+function assign(delegations, ids, stage, run) {
+  return delegations.map((d) => (ids.includes(d.id) ? { ...d, state: stage, run } : d));
+}
+
+/** @param {State} state @param {string} key @param {string | null} runId @param {string} request @returns {Run} */
+function newRun(state, key, runId, request) {
+  return {
+    key, runId, request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
+    result: null, seq: 0, since: state.now, stopAsked: false, retries: 0, following: true, followAt: 0, noted: "",
+    notedAt: 0, saidAt: 0, saidTimes: 0,
+  };
+}
+
+/** @param {State} state @param {string | null} key @param {(run: Run) => Run} change @returns {State} */
+function changed(state, key, change) {
+  return { ...state, runs: state.runs.map((run) => (run.key === key ? change(run) : run)) };
+}
+
+/** @param {State} state @param {string | null} key @param {Partial<Question>} fields @returns {State} */
+function questionChanged(state, key, fields) {
+  return changed(state, key, (run) => ({ ...run, question: run.question && { ...run.question, ...fields } }));
+}
+
+// ---- runs
+
+/** The server's runs of this conversation, after a reload. @param {State} state @param {Event} event @returns {Step} */
+function listed(state, event) {
+  const known = new Set(state.runs.map((run) => run.runId));
+  /** @type {any[]} */
+  const unknown = event.runs.filter((/** @type {any} */ run) => !known.has(run.run_id));
+  const runs = unknown.map((run) => ({
+    ...newRun(state, run.run_id, run.run_id, run.request),
+    state: run.state,
+    following: !run.result,
+    result: run.result && resultOf(run.result),
+  }));
+  const follow = runs.filter((run) => run.following).map((run) => ({ do: "follow", key: run.key, runId: run.runId, after: 0 }));
+  return [{ ...state, runs: [...runs, ...state.runs].slice(-RUNS_KEPT) }, follow];
+}
+
+/** @param {any} done */
+function resultOf(done) {
+  return { finish: done.finish_reason, show: done.show ?? "", error: done.error?.message ?? "" };
+}
+
+/** @type {Record<string, (state: State, run: Run, update: any) => Step>} */
+const UPDATES = {
+  run: ran,
+  tool: tool,
+  approval: asks,
+  approval_closed: askedEnough,
+  progress: (state, run, update) => [changed(state, run.key, (r) => ({ ...r, progress: update.text })), []],
+  done,
+  // Its stream ends after this.
+  error: (state, run, update) => [changed(notify(state, "info", update.message), run.key, (r) => ({ ...r, retries: 1 })), []],
+};
+
+// They are about the stream, and carry the number of the update before.
+const UNNUMBERED = ["run", "error"];
+
+/** One update of a run's stream. @param {State} state @param {Event} event @returns {Step} */
+function update(state, event) {
+  const run = state.runs.find((r) => r.key === event.key);
+  const rule = UPDATES[event.update.type];
+  const repeated = !UNNUMBERED.includes(event.update.type) && event.update.seq <= (run?.seq ?? 0);
+  if (!run || run.result || !rule || repeated) return [state, []];
+  const numbered = changed(state, run.key, (r) => ({ ...r, seq: Math.max(r.seq, event.update.seq ?? 0), retries: 0 }));
+  return rule({ ...numbered, heardAt: state.now }, run, event.update);
+}
+
+// In these states Hermes has the words.
+const TAKEN = ["running", "stopping"];
+
+/** @param {State} state @param {Run} run @param {any} update @returns {Step} */
+function ran(state, run, update) {
+  const twin = state.runs.find((r) => r.runId === update.run_id && r.key !== run.key);
+  if (twin) return joined(state, run, twin, update.state);
+  const since = update.seconds === undefined ? run.since : state.now - update.seconds * 1000;
+  const next = changed(state, run.key, (r) => ({
+    ...r,
+    runId: update.run_id,
+    state: r.stopAsked ? "stopping" : update.state,
+    since,
+    batches: TAKEN.includes(update.state) ? [] : r.batches,
+    lines: [],
+  }));
+  const stop = run.stopAsked && !run.runId ? [{ do: "stop", key: run.key, runId: update.run_id }] : [];
+  return [next, stop];
+}
+
+/** The server took these words into a run that was waiting: one run, one card. @param {State} state @param {Run} run @param {Run} into @param {string} reached @returns {Step} */
+function joined(state, run, into, reached) {
+  const batches = TAKEN.includes(reached) ? [] : [...into.batches, ...run.batches];
+  const runs = state.runs
+    .filter((r) => r.key !== run.key)
+    .map((r) => (r.key === into.key ? { ...r, request: run.request || r.request, batches } : r));
+  const delegations = state.delegations.map((d) => (d.run === run.key ? { ...d, run: into.key } : d));
+  const stop = { type: "stopRun", key: into.key };
+  return each(
+    { ...state, runs, delegations },
+    (s) => [s, [{ do: "unfollow", key: run.key }]],
+    (s) => (run.stopAsked && !into.stopAsked ? stopRun(s, stop) : [s, []]),
+  );
+}
+
+/** @param {State} state @param {Run} run @param {any} update @returns {Step} */
+function tool(state, run, update) {
+  const entry = { status: update.status, label: update.label, preview: update.preview ?? "" };
+  const open = run.tools.findLastIndex((t) => t.status === "running" && t.label === entry.label);
+  const tools = open >= 0 && entry.status !== "running"
+    ? run.tools.map((t, n) => (n === open ? { ...entry, preview: entry.preview || t.preview } : t))
+    : [...run.tools, entry].slice(-TOOLS_KEPT);
+  return [changed(state, run.key, (r) => ({ ...r, tools })), []];
+}
+
+/** @param {State} state @param {Run} run @param {any} update @returns {Step} */
+function asks(state, run, update) {
+  const question = /** @type {Question} */ ({
+    requestId: update.request_id,
+    command: update.command,
+    description: update.description,
+    choices: update.choices,
+    until: state.now + update.seconds_left * 1000,
+    stage: "queued",
+    sentAs: "",
+    askedAt: null,
+    asked: 0,
+    afterMs: 0,
+    outcome: "",
+    note: "",
+  });
+  return ask(changed(state, run.key, (r) => ({ ...r, question })), run.key, "");
+}
+
+/** Ask the run's question aloud. @param {State} state @param {string} key @param {string} before @returns {Step} */
+function ask(state, key, before) {
+  const run = state.runs.find((r) => r.key === key);
+  if (!run?.question) return [state, []];
+  const what = run.question.description ? ` It is about: ${run.question.description}.` : "";
+  const words = `${before}Hermes asks for permission to run a command.${what} The exact command is on the screen. Do you allow it, yes or no?`;
+  const asked = questionChanged(state, key, { stage: "queued" });
+  const fresh = { ...asked, speech: speech.forget(asked.speech, (piece) => piece.kind === "question" && piece.run === key) };
+  return [say(fresh, "question", [words], delegationOf(state, key), key), []];
+}
+
+/** The newest delegation that a run answers, for its appends. @param {State} state @param {string} key */
+function delegationOf(state, key) {
+  return state.delegations.findLast((d) => d.run === key)?.id ?? null;
+}
+
+/** @type {Record<string, string>} */
+const CLOSED_NOTES = {
+  answered: "The user's answer reached Hermes; the task goes on.",
+  timeout: "The question to the user ran out of time; Hermes did not do what it asked about.",
+  run_ended: "The question is over, because the task has ended or is being stopped.",
+};
+
+/** A question is over. @param {State} state @param {Run} run @param {any} update @returns {Step} */
+function askedEnough(state, run, update) {
+  if (run.question?.requestId !== update.request_id) return [state, []];
+  const reason = update.reason;
+  const over = questionChanged(state, run.key, { stage: "closed", outcome: run.question?.outcome || reason });
+  const quiet = { ...over, speech: speech.forget(over.speech, (piece) => piece.kind === "question" && piece.run === run.key) };
+  if (reason === "timeout") {
+    const told = "Nobody answered Hermes's question in time, so it did not do that.";
+    return releaseCaptured(say(quiet, "notice", [told], delegationOf(state, run.key), run.key));
+  }
+  return each(quiet, (s) => note(s, CLOSED_NOTES[reason] ?? CLOSED_NOTES.run_ended, delegationOf(s, run.key)), releaseCaptured);
+}
+
+/** Delegations that were captured by a question are answered by its end. @param {State} state @returns {Step} */
+function releaseCaptured(state) {
+  const captured = state.delegations.filter((d) => d.state === "captured");
+  const released = { ...state, delegations: assign(state.delegations, captured.map((d) => d.id), "answered", null) };
+  return each(released, ...captured.map((d) => (/** @type {State} */ s) => note(s, "The user's words were about Hermes's question.", d.id)));
+}
+
+/** A run has ended. @param {State} state @param {Run} run @param {any} update @returns {Step} */
+function done(state, run, update) {
+  // Hermes never had these words, so the next request takes them along.
+  const unasked = update.finish_reason === "failed" ? transcript.takeBack(state.transcript, run.batches) : state.transcript;
+  const over = changed(state, run.key, (r) => ({
+    ...r,
+    at: state.now, // its card moves to where the answer came
+    state: "ended",
+    following: false,
+    result: resultOf(update),
+    question: r.question && { ...r.question, stage: "closed", outcome: r.question.outcome || "run_ended" },
+  }));
+  const quiet = { ...over, transcript: unasked, speech: speech.forget(over.speech, (piece) => piece.run === run.key) };
+  const ids = state.delegations.filter((d) => d.run === run.key).map((d) => d.id);
+  const newest = ids.pop() ?? null;
+  const answered = { ...quiet, delegations: state.delegations.map((d) => (d.run === run.key ? { ...d, state: /** @type {const} */ ("answered") } : d)) };
+  const told = update.superseded_by ? answered : say(answered, "result", update.say ?? [], newest, run.key);
+  const text = update.superseded_by
+    ? "This request was replaced by what the user said since. The answer to that comes later."
+    : "This is answered together with the user's other words.";
+  const silent = update.superseded_by ? [...ids, newest] : ids;
+  return each(told, ...silent.map((id) => (/** @type {State} */ s) => note(s, text, id)), releaseCaptured);
+}
+
+/** A stream broke, or could not be opened. @param {State} state @param {Event} event @returns {Step} */
+function streamEnded(state, event) {
+  const run = state.runs.find((r) => r.key === event.key);
+  if (!run || run.result) return [state, []];
+  const hopeless = !run.runId && run.retries >= RETRIES_MOST;
+  if (event.refused || hopeless) {
+    const message = event.refused && event.message ? event.message : "hermes-voice cannot be reached, so it is not known whether Hermes got this. Ask again when it is back.";
+    const finish = event.refused && !run.runId ? "failed" : "unknown";
+    return done(state, run, { finish_reason: finish, say: [message], show: message, error: { message } });
+  }
+  const wait = Math.min(1000 * 2 ** run.retries, 15000);
+  const broken = run.retries ? state : notify(state, "info", "The connection to hermes-voice broke. Trying again.");
+  return [changed(broken, run.key, (r) => ({ ...r, following: false, followAt: state.now + wait, retries: r.retries + 1 })), []];
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function stopRun(state, event) {
+  const run = state.runs.find((r) => r.key === event.key && !r.result);
+  if (!run) return [state, []];
+  const next = changed(state, run.key, (r) => ({ ...r, stopAsked: true, state: "stopping" }));
+  const quiet = { ...next, speech: speech.forget(next.speech, (piece) => piece.run === run.key) };
+  // Without an id yet, the stop goes out as soon as the server names one.
+  return [quiet, run.runId ? [{ do: "stop", key: run.key, runId: run.runId }] : []];
+}
+
+/** The server refused something the user did. @param {State} state @param {Event} event @returns {Step} */
+function refused(state, event) {
+  const told = notify(state, "error", event.message);
+  return [changed(told, event.key ?? null, (r) => ({ ...r, stopAsked: false, state: r.result ? r.state : "running" })), []];
+}
+
+/** A click on a question's card. @param {State} state @param {Event} event @returns {Step} */
+function approve(state, event) {
+  const run = state.runs.find((r) => r.key === event.key);
+  const open = run?.question && ["queued", "asked"].includes(run.question.stage);
+  if (!run || !open || run.question?.requestId !== event.requestId) return [state, []];
+  const next = questionChanged(state, run.key, { stage: "answering" });
+  return [next, [{ do: "approve", key: run.key, runId: run.runId, requestId: event.requestId, choice: event.choice }]];
+}
+
+/** What became of an answer: `choice` (null: not clear), or `message` if it failed. @param {State} state @param {Event} event @returns {Step} */
+function answered(state, event) {
+  const run = state.runs.find((r) => r.key === event.key);
+  const question = run?.question;
+  if (!run || !question || question.requestId !== event.requestId) return [state, []];
+  if (event.choice) return [questionChanged(state, run.key, { outcome: event.choice === "deny" ? "denied" : "allowed" }), []];
+  const draft = event.typed ? [{ do: "draft", text: event.typed }] : [];
+  // Meanwhile it was closed, or is to be asked anew in another session.
+  if (question.stage !== "answering") return [event.message ? notify(state, "error", event.message) : state, draft];
+  const help = event.message ?? "That was not a clear yes or no.";
+  const reopened = questionChanged(state, run.key, { stage: question.asked ? "asked" : "queued", note: help });
+  if (event.message || question.asked >= ASK_MOST) return [moveOn(reopened, run.key), draft];
+  const [asked, effects] = ask(reopened, run.key, "Sorry, that was not a clear yes or no. ");
+  return [asked, [...effects, ...draft]];
+}
+
+/** Let only later words answer. @param {State} state @param {string} key @returns {State} */
+function moveOn(state, key) {
+  const ends = state.transcript.lines.flatMap((line) => (line.session === state.attempt ? line.fragments.map((f) => f.endMs) : []));
+  return questionChanged(state, key, { afterMs: Math.max(0, ...ends) });
+}
+
+// ---- time
+
+/** @param {State} state @returns {Step} */
+function tick(state) {
+  return each(state, watchSession, settle, listenForAnswer, reportProgress, followAgain);
+}
+
+/** @param {State} state @returns {Step} */
+function watchSession(state) {
+  if (state.phase === "connecting" && state.now - state.dialledAt > START_MS) {
+    return ended(notify(state, "error", "The call did not start in time. Check your network and try again."), true);
+  }
+  if (state.phase === "closing" && state.now - state.closingAt > CLOSE_MS) return ended(state, true);
+  if (state.phase !== "live") return [state, []];
+  if (state.shakyAt !== null && state.now - state.shakyAt > GRACE_MS) return lost(state);
+  const working = state.runs.some((run) => !run.result);
+  if (working || state.speech.waiting.length || state.now - state.heardAt < state.idleMs) return [state, []];
+  return close(notify(state, "info", "The call was ended because nobody spoke. Start it again whenever you like."));
+}
+
+/** Hand over what was said once it is complete. @param {State} state @returns {Step} */
+function settle(state) {
+  if (state.phase !== "live") return [state, []];
+  // What was delegated before the question was asked is a request of its own.
+  const askedAt = openQuestion(state)?.question?.askedAt ?? Infinity;
+  const settling = state.delegations.filter((d) => d.state === "settling");
+  const answers = settling.filter((d) => d.at >= askedAt).map((d) => d.id);
+  if (answers.length) return settle({ ...state, delegations: assign(state.delegations, answers, "captured", null) });
+  if (!settling.length) return [state, []];
+  const ids = settling.map((d) => d.id);
+  const waited = state.now - settling[0].at;
+  const quiet = state.now - Math.max(state.speech.userAt, settling[0].at);
+  const words = transcript.isAsking(state.transcript);
+  const enough = transcript.endsSentence(state.transcript) ? SETTLE_ENDED_MS : SETTLE_MS;
+  if (waited < SETTLE_MOST_MS && (!words || quiet < enough)) return [state, []];
+  return words ? delegate(state, ids[0], ids) : withoutWords(state, ids);
+}
+
+/** A delegation without words is no request, but it gets an answer. @param {State} state @param {string[]} ids @returns {Step} */
+function withoutWords(state, ids) {
+  const done = { ...state, delegations: assign(state.delegations, ids, "answered", null) };
+  if (state.runs.some((run) => !run.result)) {
+    const text = "Nothing new was asked. Hermes is still working on what was asked before; its answer comes later.";
+    return each(done, ...ids.map((id) => (/** @type {State} */ s) => note(s, text, id)));
+  }
+  return [say(done, "notice", ["Sorry, I did not catch what you want me to do. Could you say it again?"], ids[ids.length - 1], null), []];
+}
+
+/** Words after a question, once complete, are its answer. @param {State} state @returns {Step} */
+function listenForAnswer(state) {
+  const run = openQuestion(state);
+  const question = run?.question;
+  if (state.phase !== "live" || !run || question?.stage !== "asked") return [state, []];
+  /** @type {(f: transcript.Fragment, line: transcript.Line) => boolean} */
+  const after = (f, line) => line.speaker === "user" && line.session === state.attempt && !line.typed && f.startMs >= question.afterMs;
+  const words = transcript.pending(state.transcript, after);
+  if (!words.length || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
+  const [handed] = transcript.hand(state.transcript, after);
+  const next = questionChanged(state, run.key, { stage: "answering" });
+  const text = words.map((line) => line.text).join(" ");
+  return [{ ...next, transcript: handed }, [{ do: "approve", key: run.key, runId: run.runId, requestId: question.requestId, heard: text }]];
+}
+
+/** Tell the model what goes on, silently and now and then aloud. @param {State} state @returns {Step} */
+function reportProgress(state) {
+  if (state.phase !== "live") return [state, []];
+  const isOpen = (/** @type {Run} */ run) => run.question && run.question.stage !== "closed";
+  const working = state.runs.filter((run) => !run.result && run.state !== "stopping" && !isOpen(run));
+  return each(state, ...working.map((run) => (/** @type {State} */ s) => reportOn(s, run)));
+}
+
+/** @param {State} state @param {Run} run @returns {Step} */
+function reportOn(state, run) {
+  const seconds = Math.round((state.now - run.since) / 1000);
+  const works = run.state === "running" && !run.retries;
+  const doing = works ? run.progress || run.tools.findLast((t) => t.status === "running")?.label || "" : "";
+  const delegation = delegationOf(state, run.key);
+  let effects = /** @type {Effect[]} */ ([]);
+  let next = state;
+  const noteDue = run.notedAt + (doing === run.noted ? NOTE_AGAIN_MS : NOTE_MS);
+  if (doing && state.now >= noteDue) {
+    const text = `Hermes is still working, for ${seconds} seconds so far: ${doing}. It is not finished; there is no result yet.`;
+    [next, effects] = note(next, text, delegation);
+    next = changed(next, run.key, (r) => ({ ...r, noted: doing, notedAt: state.now }));
+  }
+  const due = run.saidTimes ? run.saidAt + 15000 * 2 ** run.saidTimes : run.since + SAY_FIRST_MS;
+  if (state.now >= due) {
+    const words = works ? `Hermes is still working on it${doing ? `: ${doing}` : ""}.` : workingWords(run, seconds);
+    next = say(next, "progress", [`${words} That is ${seconds} seconds so far.`], delegation, run.key);
+    next = changed(next, run.key, (r) => ({ ...r, saidAt: state.now, saidTimes: r.saidTimes + 1 }));
+  }
+  return [next, effects];
+}
+
+/** Take broken streams up again. @param {State} state @returns {Step} */
+function followAgain(state) {
+  const due = state.runs.filter((run) => !run.result && !run.following && state.now >= run.followAt);
+  const effects = due.map((run) =>
+    run.runId
+      ? { do: "follow", key: run.key, runId: run.runId, after: run.seq }
+      : { do: "delegate", key: run.key, lines: run.lines },
+  );
+  const keys = new Set(due.map((run) => run.key));
+  return [{ ...state, runs: state.runs.map((run) => (keys.has(run.key) ? { ...run, following: true } : run)) }, effects];
+}
+
+// ---- what the page shows of it
+
+/**
+ * Why it is quiet, in words for the status line.
+ * @param {State} state
+ * @returns {string}
+ */
+export function statusOf(state) {
+  const question = openQuestion(state);
+  const working = state.runs.findLast((run) => !run.result);
+  const seconds = working ? Math.max(0, Math.round((state.now - working.since) / 1000)) : 0;
+  const doing = working && workingWords(working, seconds);
+  if (state.phase === "connecting") return "Connecting…";
+  if (state.phase === "closing") return "Hanging up…";
+  if (state.phase === "live" && state.shakyAt !== null) return "The connection is shaky. Waiting for it to come back…";
+  if (question) return "Hermes is waiting for your approval";
+  if (state.phase === "idle") return doing || "Off";
+  if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
+  if (state.delegations.some((d) => d.state === "settling")) return "Thinking…";
+  if (doing) return state.muted ? `${doing}. You are muted` : doing;
+  return state.muted ? "Muted: nobody hears you, the call goes on" : "Listening";
+}
+
+/** @param {Run} run @param {number} seconds */
+function workingWords(run, seconds) {
+  if (run.state === "stopping") return "Stopping the task…";
+  if (run.retries) return "hermes-voice cannot be reached at the moment. Still trying…";
+  if (run.state === "starting") return "Passing the request on to Hermes…";
+  if (run.state === "queued") return "Waiting for the task before to stop…";
+  if (run.state === "unreachable") return "Hermes cannot be reached at the moment. Still trying…";
+  return `Hermes is working, ${seconds} s`;
+}

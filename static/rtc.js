@@ -1,0 +1,180 @@
+// One session's media: microphone, peer connection, data channel, meter.
+
+import { fromVoice } from "./wire.js";
+
+/** @typedef {import("./wire.js").Event} Event */
+
+const GATHER_MS = 3000; // once a candidate exists
+const GATHER_MOST_MS = 10000;
+const METER_MS = 100;
+const LOUD = 6; // of 128, the peak that counts as sound
+const QUIET_TICKS = 4;
+
+/** A failure with words for a person. */
+export class CallError extends Error {}
+
+/** @type {Record<string, string>} */
+const MICROPHONE = {
+  NotAllowedError: "The microphone is not allowed. Allow it for this page in the browser's settings, then start the call again.",
+  SecurityError: "The microphone is not allowed. Allow it for this page in the browser's settings, then start the call again.",
+  NotReadableError: "The microphone is in use by another program. Close that, then start the call again.",
+  AbortError: "The microphone is in use by another program. Close that, then start the call again.",
+  NotFoundError: "No microphone was found. Connect one, then start the call again.",
+  OverconstrainedError: "No microphone was found. Connect one, then start the call again.",
+};
+
+const INSECURE =
+  "Browsers give no microphone to a page over plain http. Three ways out: open the page as " +
+  "http://localhost on the machine itself; forward a port, with ssh -L 8790:localhost:8790 and the server's name, and open " +
+  "http://localhost:8790 here; or put HTTPS in front, with a reverse proxy or tailscale serve.";
+
+export class Session {
+  /** @type {RTCPeerConnection | null} */ #peer = null;
+  /** @type {RTCDataChannel | null} */ #channel = null;
+  /** @type {MediaStream | null} */ #microphone = null;
+  /** @type {AudioContext | null} */ #context = null;
+  /** @type {number | undefined} */ #meter;
+  #closed = false;
+  #audio;
+  #emit;
+
+  /**
+   * Call it inside the user's tap: it primes the audio element.
+   * @param {HTMLAudioElement} audio
+   * @param {(event: Event) => void} emit
+   */
+  constructor(audio, emit) {
+    this.#audio = audio;
+    this.#emit = emit;
+    audio.srcObject = new MediaStream();
+    audio.muted = false;
+    audio.play().catch(() => {}); // an empty stream may refuse; the tap has counted
+    if (window.isSecureContext) this.#context = new AudioContext();
+  }
+
+  /**
+   * Open the microphone, then the connection.
+   * @param {(sdp: string) => Promise<string>} exchange offer against answer
+   * @param {boolean} muted
+   */
+  async open(exchange, muted) {
+    if (!window.isSecureContext || !navigator.mediaDevices) throw new CallError(INSECURE);
+    this.#microphone = await openMicrophone();
+    if (this.#closed) return this.#release();
+    const peer = (this.#peer = new RTCPeerConnection());
+    for (const track of this.#microphone.getAudioTracks()) {
+      track.enabled = !muted;
+      track.addEventListener("ended", () => this.#emit({ type: "microphoneEnded" }));
+      peer.addTrack(track, this.#microphone);
+    }
+    this.#openChannel(peer);
+    peer.addEventListener("track", (event) => this.#play(event.streams[0] ?? new MediaStream([event.track])));
+    peer.addEventListener("connectionstatechange", () => this.#report(peer.connectionState));
+    await peer.setLocalDescription(await peer.createOffer());
+    await gathered(peer);
+    // The text goes out as it is: the service refuses an offer without its last line end.
+    const answer = await exchange(peer.localDescription?.sdp ?? "");
+    if (this.#closed) return;
+    try {
+      await peer.setRemoteDescription({ type: "answer", sdp: answer });
+    } catch {
+      throw new CallError("The voice service's answer could not be used. Start the call again.");
+    }
+  }
+
+  /** @param {object} message */
+  send(message) {
+    if (this.#channel?.readyState === "open") this.#channel.send(JSON.stringify(message));
+  }
+
+  /** The track stays: without it the service's timeline would stop. @param {boolean} on */
+  mute(on) {
+    for (const track of this.#microphone?.getAudioTracks() ?? []) track.enabled = !on;
+  }
+
+  /** @param {boolean} on */
+  silence(on) {
+    this.#audio.muted = on;
+  }
+
+  /** Safe at any time, also twice. */
+  close() {
+    this.#closed = true;
+    this.#release();
+  }
+
+  #release() {
+    clearInterval(this.#meter);
+    for (const track of this.#microphone?.getTracks() ?? []) track.stop();
+    this.#peer?.close();
+    this.#context?.close().catch(() => {}); // it may be closed already
+    this.#context = null;
+    this.#audio.srcObject = null;
+  }
+
+  /** @param {RTCPeerConnection} peer */
+  #openChannel(peer) {
+    const channel = (this.#channel = peer.createDataChannel("oai-events"));
+    channel.addEventListener("message", ({ data }) => {
+      const event = typeof data === "string" ? fromVoice(data) : null;
+      if (event && !this.#closed) this.#emit(event);
+    });
+    channel.addEventListener("close", () => {
+      if (!this.#closed) this.#emit({ type: "lost" });
+    });
+  }
+
+  /** @param {RTCPeerConnectionState} connection */
+  #report(connection) {
+    if (this.#closed) return;
+    if (connection === "failed") this.#emit({ type: "lost" });
+    else this.#emit({ type: "link", broken: connection === "disconnected" });
+  }
+
+  /** @param {MediaStream} stream */
+  #play(stream) {
+    this.#audio.srcObject = stream;
+    this.#audio.play().catch(() => this.#emit({ type: "soundBlocked" }));
+    if (this.#context) this.#measure(stream, this.#context);
+  }
+
+  /** @param {MediaStream} stream @param {AudioContext} context */
+  #measure(stream, context) {
+    const analyser = context.createAnalyser();
+    analyser.fftSize = 512;
+    context.createMediaStreamSource(stream).connect(analyser);
+    const samples = new Uint8Array(analyser.fftSize);
+    let on = false;
+    let quiet = 0;
+    this.#meter = window.setInterval(() => {
+      analyser.getByteTimeDomainData(samples);
+      const loud = samples.some((sample) => Math.abs(sample - 128) > LOUD);
+      quiet = loud ? 0 : quiet + 1;
+      if (loud === on || (on && quiet < QUIET_TICKS)) return;
+      on = loud;
+      this.#emit({ type: "sound", on });
+    }, METER_MS);
+  }
+}
+
+async function openMicrophone() {
+  try {
+    return await navigator.mediaDevices.getUserMedia({
+      audio: { echoCancellation: true, noiseSuppression: true, autoGainControl: true },
+    });
+  } catch (error) {
+    const name = error instanceof DOMException ? error.name : "";
+    throw new CallError(MICROPHONE[name] ?? "The microphone could not be opened. Check it, then start the call again.");
+  }
+}
+
+/** Wait for ICE candidates: there is no way to send them later. @param {RTCPeerConnection} peer */
+function gathered(peer) {
+  return new Promise((resolve) => {
+    const finish = () => resolve(undefined);
+    setTimeout(finish, GATHER_MOST_MS);
+    peer.addEventListener("icecandidate", () => setTimeout(finish, GATHER_MS));
+    peer.addEventListener("icegatheringstatechange", () => peer.iceGatheringState === "complete" && finish());
+    if (peer.iceGatheringState === "complete") finish();
+  });
+}

@@ -1,0 +1,162 @@
+// Words into lines, and which of them Hermes has not been given yet. Pure.
+//
+// The model's transcript has no turns and no ends, its fragments overlap between speakers
+// and may come late or twice. A line is only a way to show them.
+
+/**
+ * @typedef {{text: string, startMs: number, endMs: number, batch: number}} Fragment
+ *   `batch` is the number of the hand-over it went with, 0 if it has not been handed over.
+ * @typedef {{key: number, speaker: "user" | "assistant", typed: boolean, session: number,
+ *   fragments: Fragment[], at: number}} Line   `at`: when it began
+ * @typedef {{lines: Line[], seen: string[], next: number, batches: number}} Transcript
+ */
+
+export const LINES_KEPT = 400;
+const SEEN_KEPT = 500;
+const FRAGMENTS_KEPT = 400; // in one line; a longer speech goes on in the next
+// The sidecar takes 200 lines of a request and lets go of context beyond 24,000 characters.
+const REQUEST_LINES = 100;
+const REQUEST_CHARS = 24000;
+// A pause of this length between two fragments of one speaker begins a new line.
+const LINE_GAP_MS = 1500;
+// A line that is only a sound of listening asks for nothing.
+const SOUND = /^(?:h+m+|m+(?:h+m*)?|uh[ -]?huh|aha|ah|oh|uhm?|um|er|ähm?)[.,!…]*$/i;
+
+/** @type {Transcript} */
+export const EMPTY = { lines: [], seen: [], next: 1, batches: 0 };
+
+/**
+ * Add a fragment. One that came before, by its id, changes nothing.
+ * @param {Transcript} transcript
+ * @param {{speaker: "user" | "assistant", text: string, startMs: number, endMs: number, id: string | null}} heard
+ * @param {number} session
+ * @param {number} at
+ * @returns {Transcript}
+ */
+export function add(transcript, heard, session, at) {
+  if (heard.id && transcript.seen.includes(heard.id)) return transcript;
+  const seen = heard.id ? [...transcript.seen, heard.id].slice(-SEEN_KEPT) : transcript.seen;
+  const fragment = { text: heard.text, startMs: heard.startMs, endMs: heard.endMs, batch: 0 };
+  const open = transcript.lines
+    .slice(-2)
+    .find((line) => line.speaker === heard.speaker && line.session === session && !line.typed && near(line, fragment));
+  if (!open) return { ...newLine(transcript, heard.speaker, false, session, fragment, at), seen };
+  const fragments = [...open.fragments];
+  const later = fragments.findIndex((other) => other.startMs > fragment.startMs);
+  fragments.splice(later < 0 ? fragments.length : later, 0, fragment);
+  const lines = transcript.lines.map((line) => (line === open ? { ...open, fragments } : line));
+  return { ...transcript, lines, seen };
+}
+
+/** @param {Line} line @param {Fragment} fragment */
+function near(line, fragment) {
+  if (line.fragments.length >= FRAGMENTS_KEPT) return false;
+  const ends = Math.max(...line.fragments.map((other) => other.endMs));
+  return fragment.startMs - ends < LINE_GAP_MS;
+}
+
+/**
+ * Add a line the user typed.
+ * @param {Transcript} transcript @param {string} text @param {number} session @param {number} at
+ */
+export function addTyped(transcript, text, session, at) {
+  return newLine(transcript, "user", true, session, { text, startMs: 0, endMs: 0, batch: 0 }, at);
+}
+
+/**
+ * @param {Transcript} transcript @param {"user" | "assistant"} speaker @param {boolean} typed
+ * @param {number} session @param {Fragment} fragment @param {number} at
+ * @returns {Transcript}
+ */
+function newLine(transcript, speaker, typed, session, fragment, at) {
+  const line = { key: transcript.next, speaker, typed, session, fragments: [fragment], at };
+  return { ...transcript, lines: [...transcript.lines, line].slice(-LINES_KEPT), next: transcript.next + 1 };
+}
+
+/** A line's whole text. @param {Line} line */
+export function textOf(line) {
+  return line.fragments.map((fragment) => fragment.text).join("").trim();
+}
+
+/**
+ * What has not been handed over, oldest first.
+ * @param {Transcript} transcript
+ * @param {(fragment: Fragment, line: Line) => boolean} [wanted]
+ * @returns {{speaker: "user" | "assistant", text: string}[]}
+ */
+export function pending(transcript, wanted = () => true) {
+  return transcript.lines
+    .map((line) => ({
+      speaker: line.speaker,
+      text: line.fragments
+        .filter((fragment) => !fragment.batch && wanted(fragment, line))
+        .map((fragment) => fragment.text)
+        .join("")
+        .trim(),
+    }))
+    .filter((line) => line.text);
+}
+
+/** Whether the user has said something that has not been handed over. @param {Transcript} transcript */
+export function isAsking(transcript) {
+  return pending(transcript).some((line) => line.speaker === "user" && !SOUND.test(line.text));
+}
+
+/**
+ * What is pending as one request: all from the user's newest line on, and before it what fits.
+ * @param {Transcript} transcript
+ */
+export function request(transcript) {
+  const lines = pending(transcript);
+  let from = Math.max(0, lines.findLastIndex((line) => line.speaker === "user"));
+  let room = REQUEST_CHARS;
+  while (from > 0 && lines.length - from < REQUEST_LINES && room >= lines[from - 1].text.length) {
+    from -= 1;
+    room -= lines[from].text.length;
+  }
+  return lines.slice(from);
+}
+
+/**
+ * Mark what is pending as handed over, in a batch of its own.
+ * @param {Transcript} transcript
+ * @param {(fragment: Fragment, line: Line) => boolean} [wanted]
+ * @returns {[Transcript, number]} and the batch's number
+ */
+export function hand(transcript, wanted = () => true) {
+  const batch = transcript.batches + 1;
+  const marked = mark(transcript, (f, line) => (!f.batch && wanted(f, line) ? batch : f.batch));
+  return [{ ...marked, batches: batch }, batch];
+}
+
+/** Take hand-overs back: they did not arrive. @param {Transcript} transcript @param {number[]} batches */
+export function takeBack(transcript, batches) {
+  return mark(transcript, (fragment) => (batches.includes(fragment.batch) ? 0 : fragment.batch));
+}
+
+/**
+ * @param {Transcript} transcript @param {(fragment: Fragment, line: Line) => number} batchOf
+ * @returns {Transcript}
+ */
+function mark(transcript, batchOf) {
+  const lines = transcript.lines.map((line) => ({
+    ...line,
+    fragments: line.fragments.map((fragment) => ({ ...fragment, batch: batchOf(fragment, line) })),
+  }));
+  return { ...transcript, lines };
+}
+
+/**
+ * The newest lines as the history of a new session.
+ * @param {Transcript} transcript @param {number} most
+ */
+export function history(transcript, most) {
+  const lines = transcript.lines.map((line) => ({ speaker: line.speaker, text: textOf(line) }));
+  return lines.filter((line) => line.text).slice(-most);
+}
+
+/** Whether the user's newest words end a sentence. @param {Transcript} transcript */
+export function endsSentence(transcript) {
+  const last = transcript.lines.findLast((line) => line.speaker === "user");
+  return !!last && /[.!?…。！？؟]["'”’)\]]*$/.test(textOf(last));
+}

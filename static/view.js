@@ -1,0 +1,325 @@
+// The DOM: `bind` hands clicks out, `render` shows a state. Nothing else touches the page.
+
+import { statusOf } from "./call.js";
+import { parse, toNodes } from "./markdown.js";
+import { textOf } from "./transcript.js";
+
+/** @typedef {import("./call.js").State} State */
+/** @typedef {State["runs"][number]} Run */
+
+/** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
+function find(id, kind) {
+  const found = document.getElementById(id);
+  if (!(found instanceof kind)) throw new Error(`the page has no ${id}`);
+  return found;
+}
+
+const light = find("light", HTMLElement);
+const statusWords = find("status-words", HTMLElement);
+const statusSeconds = find("status-seconds", HTMLElement);
+const meter = find("meter", HTMLElement);
+const entry = find("entry", HTMLFormElement);
+const entryWhy = find("entry-why", HTMLElement);
+const token = find("token", HTMLInputElement);
+const remember = find("remember", HTMLInputElement);
+const welcome = find("welcome", HTMLElement);
+const log = find("log", HTMLElement);
+const questions = find("questions", HTMLElement);
+const start = find("start", HTMLButtonElement);
+const hangUp = find("hang-up", HTMLButtonElement);
+const mute = find("mute", HTMLButtonElement);
+const stopSpeaking = find("stop-speaking", HTMLButtonElement);
+const stopTask = find("stop-task", HTMLButtonElement);
+const compose = find("compose", HTMLFormElement);
+const message = find("message", HTMLTextAreaElement);
+
+export const voice = find("voice", HTMLAudioElement);
+
+/** @typedef {Map<string, {element: HTMLElement, shown: string}>} Drawn */
+/** @type {Drawn} */
+const items = new Map();
+/** @type {Drawn} */
+const asked = new Map();
+/** Whether the log shows its end, and shall go on to. */
+let atEnd = true;
+/** @type {{approve(key: string, requestId: string, choice: string): void}} */
+let actions = { approve() {} };
+
+/**
+ * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, stopTask(): void,
+ *   send(text: string): void, token(token: string, remember: boolean): void,
+ *   approve(key: string, requestId: string, choice: string): void}} callbacks
+ */
+export function bind(callbacks) {
+  actions = callbacks;
+  log.addEventListener("scroll", () => (atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80));
+  start.addEventListener("click", callbacks.start);
+  hangUp.addEventListener("click", callbacks.hangUp);
+  mute.addEventListener("click", callbacks.mute);
+  stopSpeaking.addEventListener("click", callbacks.stopSpeaking);
+  stopTask.addEventListener("click", callbacks.stopTask);
+  entry.addEventListener("submit", (event) => {
+    event.preventDefault();
+    callbacks.token(token.value.trim(), remember.checked);
+    token.value = "";
+  });
+  const send = () => {
+    const text = message.value.trim();
+    if (!text) return;
+    message.value = "";
+    callbacks.send(text);
+  };
+  compose.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  message.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  });
+}
+
+/** Put a text back into the message box. @param {string} text */
+export function draft(text) {
+  message.value = message.value ? `${text}\n${message.value}` : text;
+}
+
+/** Ask for the access token. @param {string} why */
+export function askForToken(why) {
+  entryWhy.textContent = why;
+  entry.hidden = false;
+  token.focus();
+}
+
+export function hideTokenEntry() {
+  entry.hidden = true;
+}
+
+/** @param {State} state */
+export function render(state) {
+  const working = state.runs.some((run) => !run.result);
+  const asking = state.runs.filter((run) => run.question && run.question.stage !== "closed" && !run.result);
+  // The seconds are for the eye: a screen reader would read every one of them out.
+  const [words, seconds = ""] = statusOf(state).split(/(?=, \d+ s)/);
+  show(statusWords, words);
+  show(statusSeconds, seconds);
+  show(meter, state.phase === "live" ? clock(state.now - state.liveAt) : "");
+  light.dataset.phase = state.phase;
+  light.dataset.muted = String(state.phase === "live" && state.muted);
+  light.dataset.asking = String(asking.length > 0);
+  start.hidden = state.phase !== "idle" || !entry.hidden;
+  hangUp.hidden = state.phase === "idle";
+  hangUp.disabled = state.phase === "closing";
+  mute.hidden = state.phase !== "live" && state.phase !== "connecting";
+  mute.ariaPressed = String(state.muted);
+  show(mute, state.muted ? "Unmute" : "Mute");
+  stopSpeaking.hidden = state.phase !== "live" || state.silenced || !state.speech.sounding;
+  stopTask.hidden = !working;
+  stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
+  compose.hidden = !entry.hidden;
+  draw(questions, asked, asking.map((run) => ({ key: run.key, draw: drawOpenQuestion, data: visible(run, state) })));
+  questions.hidden = !asking.length;
+  renderLog(state);
+  welcome.hidden = !entry.hidden || items.size > 0;
+}
+
+/** @param {HTMLElement} element @param {string} text */
+function show(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** @param {number} ms */
+function clock(ms) {
+  const seconds = Math.max(0, Math.floor(ms / 1000));
+  return `${Math.floor(seconds / 60)}:${String(seconds % 60).padStart(2, "0")}`;
+}
+
+/** @param {State} state */
+function renderLog(state) {
+  const wanted = [
+    ...state.transcript.lines.map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
+    ...state.runs.map((run) => ({ key: `run${run.key}`, at: run.at, draw: drawRun, data: carded(run, state) })),
+    ...state.notices.map((notice) => ({ key: `notice${notice.key}`, at: notice.at, draw: drawNotice, data: notice })),
+  ].sort((a, b) => a.at - b.at);
+  draw(log, items, wanted);
+  if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+/**
+ * Every item has a key and is drawn again only when what it shows has changed.
+ * @param {HTMLElement} parent
+ * @param {Drawn} drawn what it shows so far
+ * @param {{key: string, draw: (element: HTMLElement, data: any) => void, data: object}[]} wanted
+ */
+function draw(parent, drawn, wanted) {
+  const keys = new Set(wanted.map((item) => item.key));
+  for (const [key, item] of drawn) {
+    if (keys.has(key)) continue;
+    item.element.remove();
+    drawn.delete(key);
+  }
+  let before = parent.firstChild;
+  for (const { key, draw, data } of wanted) {
+    const known = drawn.get(key);
+    const shown = JSON.stringify(data);
+    const element = known?.element ?? document.createElement("div");
+    if (element === before) before = element.nextSibling;
+    else parent.insertBefore(element, before);
+    if (known?.shown === shown) continue;
+    draw(element, data);
+    drawn.set(key, { element, shown });
+  }
+}
+
+/** @param {HTMLElement} element @param {{speaker: string, text: string}} line */
+function drawLine(element, line) {
+  element.className = `said ${line.speaker}`;
+  element.replaceChildren(make("span", "unseen", line.speaker === "user" ? "You: " : "Voice: "), line.text);
+}
+
+/** @param {HTMLElement} element @param {{level: string, text: string}} notice */
+function drawNotice(element, notice) {
+  element.className = `notice ${notice.level}`;
+  element.textContent = notice.text;
+}
+
+/** @type {Record<string, string>} */
+const FINISHED = {
+  stop: "Done",
+  failed: "Not done",
+  cancelled: "Stopped",
+  interrupted: "Interrupted",
+  unknown: "Outcome unknown",
+};
+
+/** What a run's card shows of it. @param {Run} run @param {State} state */
+function visible(run, state) {
+  const question = run.question;
+  return {
+    key: run.key,
+    request: run.request,
+    state: run.result ? (FINISHED[run.result.finish] ?? "Ended") : workingLabel(run),
+    failed: !!run.result && !["stop", "cancelled"].includes(run.result.finish),
+    progress: run.result ? "" : run.progress,
+    tools: run.tools,
+    answer: run.result?.show ?? "",
+    question: question && {
+      ...question,
+      open: question.stage !== "closed",
+      busy: question.stage === "answering",
+      left: Math.max(0, Math.ceil((question.until - state.now) / 1000)),
+      stage: "",
+    },
+  };
+}
+
+/** The same for the log, where a question appears once it is answered. @param {Run} run @param {State} state */
+function carded(run, state) {
+  const shown = visible(run, state);
+  return { ...shown, question: shown.question?.open ? null : shown.question };
+}
+
+/** @param {Run} run */
+function workingLabel(run) {
+  if (run.state === "queued") return "Waiting";
+  if (run.state === "stopping") return "Stopping…";
+  if (run.state === "unreachable") return "Hermes cannot be reached; still trying";
+  return "Working…";
+}
+
+/** @param {HTMLElement} element @param {ReturnType<typeof visible>} run */
+function drawRun(element, run) {
+  const open = element.querySelector("details")?.open ?? false;
+  element.className = run.failed ? "card failed" : "card";
+  element.role = "article";
+  element.ariaLabel = `Task: ${run.request || "from earlier"}`;
+  const head = make("header", "");
+  head.append(make("p", "request", run.request), make("p", "state", run.state));
+  const parts = /** @type {Node[]} */ ([head]);
+  if (run.progress) parts.push(make("p", "progress", run.progress));
+  if (run.question) parts.push(drawAnsweredQuestion(run.question));
+  if (run.answer) {
+    const answer = make("div", "answer");
+    answer.append(toNodes(parse(run.answer)));
+    parts.push(answer);
+  }
+  if (run.tools.length) parts.push(drawTools(run.tools, open));
+  element.replaceChildren(...parts);
+}
+
+/** @param {Run["tools"]} tools @param {boolean} open */
+function drawTools(tools, open) {
+  const details = document.createElement("details");
+  details.open = open;
+  const list = make("ol", "steps");
+  for (const tool of tools) {
+    const mark = tool.status === "error" ? " (failed)" : tool.status === "running" ? " …" : "";
+    const item = make("li", "", `${tool.label}${mark}`);
+    if (tool.preview) item.append(": ", make("code", "", tool.preview));
+    list.append(item);
+  }
+  details.append(make("summary", "", tools.length === 1 ? "1 step" : `${tools.length} steps`), list);
+  return details;
+}
+
+/** @type {Record<string, string>} */
+const CHOICES = { once: "Allow once", deny: "Deny", session: "Allow for this task" };
+/** @type {Record<string, string>} */
+const OUTCOMES = {
+  allowed: "You allowed it.",
+  denied: "You denied it.",
+  answered: "It was answered.",
+  timeout: "Nobody answered in time, so Hermes did not do it.",
+  run_ended: "The task ended before it was answered.",
+};
+
+/** @typedef {NonNullable<ReturnType<typeof visible>["question"]>} ShownQuestion */
+
+/** @param {ShownQuestion} question */
+function questionWords(question) {
+  const about = question.description ? ` (${question.description})` : "";
+  const command = make("pre", "");
+  command.append(make("code", "", question.command));
+  return [make("p", "", `Hermes asks before it does this${about}:`), command];
+}
+
+/** @param {ShownQuestion} question */
+function drawAnsweredQuestion(question) {
+  const box = make("div", "question");
+  box.append(...questionWords(question), make("p", "outcome", OUTCOMES[question.outcome] ?? OUTCOMES.run_ended));
+  return box;
+}
+
+/** Buttons are made once: one that is drawn anew would lose its focus. @param {HTMLElement} element @param {ReturnType<typeof visible>} run */
+function drawOpenQuestion(element, { key, question }) {
+  if (!question) return;
+  if (element.dataset.requestId !== question.requestId) {
+    element.dataset.requestId = question.requestId;
+    element.className = "question";
+    const buttons = make("div", "buttons");
+    const offered = Object.keys(CHOICES).filter((choice) => question.choices.includes(choice));
+    buttons.append(...offered.map((choice) => choiceButton(key, question.requestId, choice)));
+    element.replaceChildren(...questionWords(question), buttons, make("p", "left", ""));
+  }
+  for (const button of element.querySelectorAll("button")) button.disabled = question.busy;
+  const left = /** @type {HTMLElement} */ (element.lastElementChild);
+  show(left, question.busy ? "Passing your answer on…" : `${question.left} s left. ${question.note}`);
+}
+
+/** @param {string} key @param {string} requestId @param {string} choice */
+function choiceButton(key, requestId, choice) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = CHOICES[choice];
+  button.addEventListener("click", () => actions.approve(key, requestId, choice));
+  return button;
+}
+
+/** @param {string} tag @param {string} className @param {string} [text] */
+function make(tag, className, text = "") {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  if (text) made.textContent = text;
+  return made;
+}
