@@ -1,0 +1,75 @@
+"""What tests share: where Chromium, Node and Hermes are, and when a test may be skipped.
+
+A test that needs one of them asks for its fixture and is skipped with the reason where it
+is missing. In CI (CI=true) nothing may be missing: there every skip is a failure.
+"""
+
+import os
+
+import pytest
+from hermes_gateway import find_hermes
+from playwright.sync_api import sync_playwright
+from run import CHROMIUM_HINT, HERMES_HINT, NODE_HINT, find_chromium, find_node
+from sidecar import CHROMIUM_FLAGS
+
+IN_CI = os.environ.get("CI") == "true"
+
+# A test is marked by what it asks for, so that `-m "not browser"` can leave it out.
+MARKS = {"chromium_path": "browser", "hermes_python": "hermes"}
+
+
+@pytest.fixture(scope="session")
+def chromium_path():
+    return found(find_chromium(), CHROMIUM_HINT)
+
+
+@pytest.fixture(scope="session")
+def browser(chromium_path):
+    """One headless Chromium for all tests; each opens contexts of its own."""
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=chromium_path, args=CHROMIUM_FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="session")
+def node_path():
+    return found(find_node(), NODE_HINT)
+
+
+@pytest.fixture(scope="session")
+def hermes_python():
+    """A function: the Python that runs a version of Hermes."""
+    installed = find_hermes()
+    return lambda version: found(installed.get(version), f"Hermes {version}: {HERMES_HINT}")
+
+
+def found(path, hint):
+    if path is None:
+        pytest.skip(f"not found: {hint}")
+    return str(path)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for fixture in MARKS.keys() & set(item.fixturenames):
+            item.add_marker(MARKS[fixture])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport():
+    return refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report():
+    return refuse_skip((yield))
+
+
+def refuse_skip(report):
+    """Turn a skip into a failure in CI. An expected failure is no skip."""
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"a skip is a failure in CI: {report.longrepr[2]}"
+    return report
