@@ -1,0 +1,309 @@
+"""The page in a real browser, with a scripted Hermes: its controls, and what can go wrong."""
+
+import threading
+
+import pytest
+from live_service import LiveService
+from playwright.sync_api import expect
+from scripted_hermes import ScriptedHermes, event, reply, stream
+from sidecar import TOKEN, Sidecar
+
+IDEMPOTENT = {"features": {"runs_idempotency": {"supported": True}}}
+RUNNING = {"status": "running"}
+
+
+def hermes_that(*steps):
+    """A Hermes whose every run sends these events."""
+    return ScriptedHermes(
+        {
+            ("GET", "/v1/capabilities"): [reply(200, IDEMPOTENT)],
+            ("POST", "/v1/runs"): [reply(202, {"run_id": "run_1", "status": "started"})],
+            ("GET", "/v1/runs/*/events"): [stream(*steps)],
+            ("GET", "/v1/runs/*"): [reply(200, RUNNING)],
+            ("POST", "/v1/runs/*/stop"): [reply(200, {"status": "stopping"})],
+        }
+    )
+
+
+def answering(text):
+    return hermes_that(event("run.completed", output=text))
+
+
+class Line:
+    """A page, what it talks to, and short ways to its parts."""
+
+    def __init__(self, browser, hermes, config=None, token=None, **live):
+        self.browser, self.hermes = browser, hermes
+        self.live = LiveService(**live)
+        self.sidecar = Sidecar
+        self.options = {"config": config, "token": token}
+
+    def __enter__(self):
+        self.hermes.__enter__()
+        self.live.__enter__()
+        self.sidecar = Sidecar(self.live, self.hermes.url, self.hermes.key, **self.options)
+        self.sidecar.__enter__()
+        self.page = self.sidecar.open(self.browser)
+        self.log = self.page.get_by_role("log")
+        self.status = self.page.get_by_role("status")
+        self.card = self.page.get_by_role("article")
+        return self
+
+    def __exit__(self, *error):
+        self.page.context.close()
+        self.sidecar.__exit__(*error)
+        self.live.__exit__(*error)
+        self.hermes.__exit__(*error)
+        if error[0] is None:
+            assert self.page.faults == []
+            assert self.live.violations == []
+
+    def button(self, name):
+        return self.page.get_by_role("button", name=name, exact=True)
+
+    def start(self):
+        before = len(self.live.sessions)
+        self.button("Start call").click()
+        return self.live.wait_live(count=before + 1)
+
+    def type(self, text):
+        self.page.get_by_role("textbox", name="Message Hermes").fill(text)
+        self.button("Send").click()
+
+
+def test_a_typed_message_is_answered_without_a_call_and_spoken_in_the_next_one(browser):
+    with Line(browser, answering("It rains.")) as line:
+        line.type("What is the weather?")
+
+        expect(line.card).to_contain_text("It rains.")
+        expect(line.log).to_contain_text("What is the weather?")
+        line.start()
+        assert line.live.wait_spoken("It rains.").delegation_id is None
+
+
+def test_a_message_typed_in_a_call_is_answered_aloud(browser):
+    with Line(browser, answering("It rains.")) as line:
+        session = line.start()
+
+        line.page.get_by_role("textbox", name="Message Hermes").fill("And the weather?")
+        line.page.keyboard.press("Enter")
+
+        line.live.wait_spoken("It rains.")
+        assert any("And the weather?" in note for note in session.contents("thinking"))
+
+
+def test_a_double_click_opens_one_session(browser):
+    with Line(browser, answering("Yes."), create_delay=0.3) as line:
+        line.button("Start call").dblclick()
+
+        line.live.wait_live()
+        expect(line.status).to_have_text("Listening")
+        assert line.live.creates == 1
+
+
+def test_start_stop_start_leaves_one_session_and_hangs_the_other_up(browser):
+    with Line(browser, answering("Yes."), create_delay=0.5) as line:
+        line.button("Start call").click()
+        line.live.wait_for(lambda: line.live.creates == 1)
+        line.button("Hang up").click()
+        line.button("Start call").click()
+
+        line.live.wait_live()
+        line.live.wait_for(lambda: len(line.live.open_sessions) == 1, about="the loser's end")
+        assert line.live.creates == 2
+        expect(line.status).to_have_text("Listening")
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("invalid_api_key", "OpenAI refused the API key"),
+        ("live_api_access_denied", "may not use the voice model"),
+        ("model_not_found", "may not use the voice model"),
+        ("insufficient_quota", "no credit left"),
+        ("rate_limit", "OpenAI is limiting calls"),
+        ("server_error", "OpenAI has trouble"),
+        ("reset", "OpenAI cannot be reached"),
+        ("nonsense", "makes no sense"),
+    ],
+)
+def test_a_refused_call_says_what_to_do_and_is_not_repeated(browser, failure, words):
+    with Line(browser, answering("Yes.")) as line:
+        line.live.fail_next(failure)
+
+        line.button("Start call").click()
+
+        expect(line.log).to_contain_text(words)
+        expect(line.button("Start call")).to_be_visible()
+        assert line.live.creates == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NotAllowedError", "The microphone is not allowed"),
+        ("NotReadableError", "in use by another program"),
+        ("NotFoundError", "No microphone was found"),
+    ],
+)
+def test_a_missing_microphone_is_named_and_opens_no_session(browser, name, words):
+    with Line(browser, answering("Yes.")) as line:
+        line.page.evaluate(
+            "name => { navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('', name)); }",
+            name,
+        )
+
+        line.button("Start call").click()
+
+        expect(line.log).to_contain_text(words)
+        assert line.live.creates == 0
+
+
+def test_plain_http_gets_the_ways_out_and_not_a_denied_permission(browser):
+    with Line(browser, answering("Yes.")) as line:
+        line.page.evaluate("Object.defineProperty(window, 'isSecureContext', { value: false })")
+
+        line.button("Start call").click()
+
+        expect(line.log).to_contain_text("plain http")
+        expect(line.log).to_contain_text("ssh -L")
+        expect(line.log).to_contain_text("tailscale serve")
+        assert line.live.creates == 0
+
+
+def test_mute_keeps_the_audio_here_and_the_track_running(browser):
+    with Line(browser, answering("Yes.")) as line:
+        session = line.start()
+        line.live.wait_for(lambda: session.sound_heard_at, about="the fake microphone's beep")
+
+        line.button("Mute").click()
+        expect(line.status).to_contain_text("Muted")
+        line.live.wait_for(lambda: session.microphone_silent)
+        session.wait_event("session.input_audio.mute")
+
+        line.button("Unmute").click()
+        session.wait_event("session.input_audio.unmute")
+        line.live.wait_for(lambda: not session.microphone_silent)
+
+
+def test_stop_speaking_silences_the_voice_and_not_the_work(browser):
+    gate = threading.Event()
+    hermes = hermes_that(gate, event("run.completed", output="The end of it."))
+    with Line(browser, hermes) as line:
+        session = line.start()
+        session.user_says("Do it.", delegate=True)
+        expect(line.card).to_contain_text("Working")
+        session.assistant_says("A very long story. " * 20, wait=False)
+
+        line.button("Stop speaking").click()
+
+        voice = line.page.locator("#voice")
+        expect(voice).to_have_js_property("muted", True)
+        expect(voice).to_have_js_property("muted", False, timeout=20_000)
+        gate.set()
+        line.live.wait_spoken("The end of it.")
+
+
+def test_hanging_up_waits_for_the_end_and_says_goodbye(browser):
+    with Line(browser, answering("Yes.")) as line:
+        session = line.start()
+
+        line.button("Hang up").click()
+
+        line.live.wait_for(lambda: session.closed_reason == "close_requested")
+        expect(line.status).to_have_text("Off")
+        assert line.live.hangups == []
+
+
+def test_a_call_that_dies_while_hermes_works_loses_nothing(browser):
+    gate = threading.Event()
+    with Line(browser, hermes_that(gate, event("run.completed", output="Found it."))) as line:
+        session = line.start()
+        session.user_says("Find it.", delegate=True)
+        expect(line.card).to_contain_text("Working")
+
+        session.die()
+        expect(line.log).to_contain_text("The connection was lost", timeout=30_000)
+        gate.set()
+        expect(line.card).to_contain_text("Found it.")
+
+        line.start()
+        assert line.live.wait_spoken("Found it.").delegation_id is None
+        assert [spoken.said for spoken in line.live.session.spoken] == ["Found it."]
+
+
+def test_a_hermes_that_is_down_is_named_aloud_and_on_the_screen(browser):
+    hermes = ScriptedHermes({})
+    with Line(browser, hermes) as line:
+        hermes.stop()
+        session = line.start()
+
+        session.user_says("Do it.", delegate=True)
+
+        line.live.wait_spoken("Hermes cannot be reached", timeout=20)
+        expect(line.card).to_contain_text("Not done")
+
+
+def test_the_token_is_asked_for_kept_as_chosen_and_never_in_a_url(browser):
+    with Line(browser, answering("Yes."), token=TOKEN) as line:
+        field = line.page.get_by_label("Access token", exact=True)
+        expect(field).to_be_visible()
+        expect(line.button("Start call")).to_be_hidden()
+
+        field.fill("a-wrong-token")
+        line.button("Let me in").click()
+        expect(line.page.get_by_text("was not accepted")).to_be_visible()
+
+        field.fill(TOKEN)
+        line.page.get_by_label("Remember it on this device").check()
+        line.button("Let me in").click()
+        expect(line.button("Start call")).to_be_visible()
+        line.page.reload()
+        expect(line.button("Start call")).to_be_visible()
+        line.start()
+        assert TOKEN not in line.page.url
+
+
+def test_an_answer_with_markup_stays_text(browser):
+    answer = (
+        "Look.\n---\n<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>\n\n"
+        "[click](javascript:document.title='hacked') and [fine](https://example.org/)"
+    )
+    with Line(browser, answering(answer)) as line:
+        line.type("Show me.")
+
+        expect(line.card).to_contain_text("<img src=x")
+        assert line.card.locator("img, script").count() == 0
+        assert line.card.get_by_role("link").all_text_contents() == ["fine"]
+        assert line.page.title() == "Hermes"
+
+
+def test_no_key_pressed_for_something_else_answers_a_question(browser):
+    asked = event("approval.request", command="rm -rf /", description="it deletes", choices=["once", "deny"])
+    gate = threading.Event()
+    with Line(browser, hermes_that(gate, asked, threading.Event())) as line:
+        line.type("Clean up.")
+        box = line.page.get_by_role("textbox", name="Message Hermes")
+        box.focus()
+        gate.set()
+        expect(line.button("Allow once")).to_be_visible()
+
+        for key in ("Enter", "Space", "y", "Escape"):
+            line.page.keyboard.press(key)
+
+        expect(line.button("Allow once")).to_be_enabled()
+        expect(line.button("Deny")).to_be_enabled()
+        expect(line.button("Allow for this task")).to_have_count(0)
+        assert not any(path.endswith("/approval") for path in [seen.path for seen in line.hermes.seen])
+
+
+@pytest.mark.parametrize("width", [320, 900])
+def test_nothing_is_wider_than_the_screen(browser, width):
+    answer = "Here.\n---\n" + "| a | b |\n|---|---|\n" + "| " + "x" * 300 + " | y |\n\n`" + "z" * 300 + "`"
+    with Line(browser, answering(answer)) as line:
+        line.page.set_viewport_size({"width": width, "height": 640})
+        line.type("w" * 300)
+        expect(line.card.get_by_role("table")).to_be_visible()
+
+        assert line.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert line.page.evaluate("document.getElementById('log').scrollWidth") <= width

@@ -1,0 +1,228 @@
+"""The main job on real parts: Chromium, WebRTC, the sidecar's process, both Hermes builds.
+
+Only OpenAI's Live API is a stand-in, and a strict one: it must have had nothing to object.
+"""
+
+import json
+import threading
+import urllib.request
+
+import pytest
+from hermes_gateway import VERSIONS, HermesGateway
+from live_service import LiveService
+from playwright.sync_api import expect
+from sidecar import Sidecar, conversation_of
+
+# Long enough to answer by voice, short enough to wait for.
+APPROVAL_SECONDS = 12
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def hermes(request, hermes_python):
+    with HermesGateway(hermes_python(request.param), approvals={"timeout": APPROVAL_SECONDS}) as gateway:
+        gateway.warm_up()
+        yield gateway
+
+
+@pytest.fixture
+def line(hermes, browser):
+    """A page in a call, ready to be talked to."""
+    with LiveService() as live, Sidecar(live, hermes.url, hermes.key) as sidecar:
+        call = Call(live, sidecar, sidecar.open(browser))
+        yield call
+        call.page.context.close()
+        assert call.page.faults == []
+    assert live.violations == []
+
+
+class Call:
+    """What a test says, hears and sees."""
+
+    def __init__(self, live, sidecar, page):
+        self.live, self.sidecar, self.page = live, sidecar, page
+        self.log = page.get_by_role("log")
+        self.status = page.get_by_role("status")
+
+    def start(self, status="Listening"):
+        before = len(self.live.sessions)
+        self.button("Start call").click()
+        session = self.live.wait_live(count=before + 1)
+        expect(self.status).to_contain_text(status)
+        return session
+
+    def button(self, name):
+        return self.page.get_by_role("button", name=name, exact=True)
+
+    def runs(self):
+        return self.sidecar.get(f"runs?conversation={conversation_of(self.page)}")["runs"]
+
+
+def test_a_spoken_request_is_worked_on_and_its_answer_spoken_and_shown(line):
+    session = line.start()
+
+    delegation = session.user_says('What is in it? [[tool cmd="echo found it"]]', delegate=True)
+    answer = line.live.wait_spoken("The command ran")
+
+    assert answer.delegation_id == delegation
+    assert not answer.cut
+    expect(line.log).to_contain_text("What is in it?")
+    card = line.page.get_by_role("article")
+    expect(card).to_contain_text("Done")
+    expect(card).to_contain_text("The command ran")
+    expect(card.get_by_text("1 step")).to_be_visible()
+    line.button("Hang up").click()
+    line.live.wait_for(lambda: session.closed_reason == "close_requested")
+    expect(line.status).to_have_text("Off")
+
+
+def test_what_is_better_read_is_shown_and_not_spoken(line):
+    session = line.start()
+
+    session.user_says("List them. [[table]]", delegate=True)
+    card = line.page.get_by_role("article")
+    expect(card.get_by_role("table")).to_be_visible()
+
+    line.live.wait_for(lambda: any(s.delegation_id for s in session.spoken if s.ended_at))
+    said = " ".join(spoken.said for spoken in session.spoken)
+    assert "|" not in said
+    assert "---" not in said
+
+
+def test_a_dangerous_command_is_allowed_once_by_a_button(line, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    session = line.start()
+
+    session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
+    line.live.wait_spoken("yes or no")
+    expect(line.page.get_by_role("region", name="Hermes asks")).to_contain_text(f"rm -rf {victim}")
+    assert victim.exists()
+    line.button("Allow once").click()
+
+    line.live.wait_spoken("Done with the dangerous part")
+    assert not victim.exists()
+    expect(line.log).to_contain_text("You allowed it.")
+    assert "choice=once by=choice" in line.sidecar.log
+
+
+def test_a_dangerous_command_is_denied_by_voice(line, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    session = line.start()
+
+    session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
+    line.live.wait_spoken("yes or no")
+    session.user_says("Maybe, what would it delete?", delegate=True)
+    line.live.wait_spoken("not a clear yes or no")
+    session.user_says("No, don't do it.")
+
+    line.live.wait_spoken("1 blocked")
+    assert victim.exists()
+    expect(line.log).to_contain_text("You denied it.")
+    assert "choice=deny by=voice" in line.sidecar.log
+    assert len(line.runs()) == 1
+
+
+def test_a_question_nobody_answers_runs_out_and_is_told(line, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    session = line.start()
+
+    session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
+    line.live.wait_spoken("yes or no")
+
+    line.live.wait_spoken("Nobody answered", timeout=APPROVAL_SECONDS + 10)
+    line.live.wait_spoken("1 blocked")
+    assert victim.exists()
+    expect(line.log).to_contain_text("Nobody answered in time")
+    expect(line.button("Allow once")).to_have_count(0)
+
+
+def test_a_run_is_stopped_and_stays_silent(line):
+    session = line.start()
+
+    session.user_says("Do a lot. [[steps n=30 delay=1]]", delegate=True)
+    expect(line.page.get_by_role("article")).to_contain_text("step")
+    line.button("Stop task").click()
+
+    line.live.wait_spoken("stopped the task")
+    expect(line.page.get_by_role("article")).to_contain_text("Stopped")
+    assert [run["result"]["finish_reason"] for run in line.runs()] == ["cancelled"]
+    assert not any("steps" in spoken.said for spoken in session.spoken if spoken.delegation_id)
+
+
+def test_a_page_reloaded_in_the_middle_of_a_run_still_gets_the_answer(line):
+    session = line.start()
+
+    session.user_says("Take your time. [[steps n=4 delay=1]]", delegate=True)
+    expect(line.page.get_by_role("article")).to_contain_text("step")
+    line.page.reload()
+
+    line.live.wait_for(lambda: line.live.hangups == [session.id], about="the old session is hung up")
+    expect(line.page.get_by_role("article")).to_contain_text("Working")
+    line.start(status="Hermes is working")
+    line.live.wait_spoken("Did 4 of 4 steps", timeout=20)
+    expect(line.page.get_by_role("article")).to_contain_text("Done")
+    assert len(line.runs()) == 1
+
+
+def test_a_correction_replaces_the_running_request_and_takes_its_words_along(line, hermes):
+    session = line.start()
+
+    first = session.user_says("Look at the first folder. [[steps n=30 delay=1]]", delegate=True)
+    expect(line.page.get_by_role("article")).to_contain_text("step")
+    second = session.user_says("No, the second one. [[report]]", delegate=True)
+
+    answer = line.live.wait_spoken("second one", timeout=25)
+    assert answer.delegation_id == second
+    states = [run["result"]["finish_reason"] for run in line.runs()]
+    assert states == ["cancelled", "stop"]
+    asked = hermes.model.requests[-1].users[-1]
+    assert "first folder" in asked
+    assert "second one" in asked
+    notes = [note for note in session.contents("thinking") if "replaced" in note]
+    assert len(notes) == 1
+    assert first != second
+
+
+def test_two_delegations_at_once_leave_no_orphan(line, hermes):
+    """Two pages of one conversation ask in the same moment, past the page's own care."""
+    conversation = conversation_of(line.page)
+    before = len(hermes.model.requests)
+    results = []
+    gate = threading.Barrier(2)
+
+    def ask(number):
+        gate.wait()
+        results.append(delegate(line, conversation, f"d{number}", f"Request {number}. [[steps n=3 delay=1]]"))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    runs = line.runs()
+    finished = [run["result"]["finish_reason"] for run in runs]
+    assert finished in (["cancelled", "stop"], ["stop", "stop"], ["stop"])
+    assert all(updates[-1]["type"] == "done" for updates in results)
+    final = hermes.model.requests[-1].users[-1]
+    assert "Request 1." in final
+    assert "Request 2." in final
+    assert len(hermes.model.requests) > before
+
+
+def delegate(line, conversation, delegation, text):
+    """POST a request as a page does, and return its updates."""
+    body = {
+        "hermes_session": conversation,
+        "delegation_id": delegation,
+        "lines": [{"speaker": "user", "text": text}],
+    }
+    request = urllib.request.Request(
+        line.sidecar.url + "delegate",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return [json.loads(text) for text in response]
