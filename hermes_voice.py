@@ -34,6 +34,7 @@ import contextlib
 import difflib
 import hmac
 import http.client
+import io
 import ipaddress
 import itertools
 import json
@@ -44,7 +45,6 @@ import re
 import secrets
 import signal
 import socket
-import ssl
 import stat
 import sys
 import sysconfig
@@ -1253,7 +1253,8 @@ class Run:
             if update["type"] == "approval":
                 numbered["run_id"] = self.id
             if update["type"] == "done":
-                if self.superseded_by and update["finish_reason"] == "cancelled":
+                # What it was asked goes into the run that replaces it, so that one answers.
+                if self.superseded_by and update["finish_reason"] != "stop":
                     numbered |= {"superseded_by": self.superseded_by, "say": [], "show": ""}
                 self.final, self.state = numbered, "ended"
                 # The lines' context is not needed again; what was asked is.
@@ -2324,10 +2325,12 @@ def lines_of(body: Json, key: str) -> list[Json]:
 # the token must be right, unless the path is open. An error becomes HTTP in one place.
 
 BODY_LIMIT = 256 << 10  # bytes
-DRAIN_LIMIT = 4 << 20  # bytes of a refused body that are still read
-REQUEST_SECONDS = 30  # without a byte, before a request is complete or while it is answered
+REQUEST_SECONDS = 30  # until a request is complete, and for each write of its answer
+# After an answer that ends a connection, what the client still sends is read: closing on
+# it would reset the answer away.
+LINGER_SECONDS, LINGER_LIMIT = 5, 8 << 20  # bytes
 BACKLOG = 256  # connections waiting to be accepted; the default of 5 loses callers
-CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError, ssl.SSLError)
+CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError)
 
 Handling = Callable[[App, Request], Reply | Updates]
 
@@ -2447,10 +2450,16 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = BACKLOG
 
-    def __init__(self, address: tuple[str, int], app: App, page: dict[str, tuple[str, bytes]]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        app: App,
+        page: dict[str, tuple[str, bytes]],
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self.app, self.page = app, page
+        self.app, self.page, self.request_seconds = app, page, request_seconds
         self.names = {address[0].lower(), *app.config.public_hosts}
         self.streams = 0  # open, so that shutting down can wait for their last lines
         super().__init__(address, Handler)
@@ -2461,14 +2470,48 @@ class Server(ThreadingHTTPServer):
             log_event("connection.crashed", logging.ERROR, crash=True)
 
 
+class Incoming(socket.SocketIO):
+    """What a client sends. `until` bounds the whole of a request, not each read of it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, "rb")
+        self.connection, self.until = connection, 0.0
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read some bytes in the time that is left."""
+        self.connection.settimeout(max(0.001, self.until - time.monotonic()))
+        return super().readinto(buffer)
+
+
 class Handler(BaseHTTPRequestHandler):
     """HTTP on one side, handlers that know nothing of it on the other."""
 
     server: Server
     protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # 0.9 would have answers without a head
     server_version, sys_version = "hermes-voice", ""
-    timeout = REQUEST_SECONDS
     disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        """Prepare for a connection's requests."""
+        super().setup()
+        self.incoming = Incoming(self.connection)
+        self.rfile = io.BufferedReader(self.incoming)
+
+    def handle_one_request(self) -> None:
+        """Wait for a request, within its time, and serve it."""
+        self.incoming.until = time.monotonic() + self.server.request_seconds
+        super().handle_one_request()
+
+    def finish(self) -> None:
+        """Read on until the client has closed, within limits."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.incoming.until = time.monotonic() + LINGER_SECONDS
+            left = LINGER_LIMIT
+            while left > 0 and (chunk := self.rfile.read1(READ_SIZE)):
+                left -= len(chunk)
+        super().finish()
 
     def serve(self) -> None:
         """Answer one request. Everything that can fail ends here."""
@@ -2489,7 +2532,7 @@ class Handler(BaseHTTPRequestHandler):
             log_event("request.crashed", logging.ERROR, crash=True, path=self.path)
             reply = error_reply(VoiceError("Something went wrong in hermes-voice. Its log says what."))
         try:
-            self.drain()
+            self.connection.settimeout(self.server.request_seconds)
             self.send(reply)
         except CLIENT_GONE:
             self.close_connection = True
@@ -2529,12 +2572,6 @@ class Handler(BaseHTTPRequestHandler):
         lengths = self.headers.get_all("Content-Length", [])
         return int(lengths[0]) if len(lengths) == 1 and re.fullmatch(r"\d{1,12}", lengths[0]) else None
 
-    def drain(self) -> None:
-        """Read a refused body, within limits: closing on it would reset the answer away."""
-        left = min(self.unread, DRAIN_LIMIT)
-        while left > 0 and (chunk := self.rfile.read1(min(left, READ_SIZE))):
-            left -= len(chunk)
-
     def read_body(self) -> Json:
         """The request's JSON object."""
         if self.headers.get_content_type() != "application/json":
@@ -2563,10 +2600,10 @@ class Handler(BaseHTTPRequestHandler):
             return not peeked
         except BlockingIOError:
             return False
-        except (OSError, ValueError):
-            return not isinstance(self.connection, ssl.SSLSocket)
+        except OSError:
+            return True
         finally:
-            self.connection.settimeout(REQUEST_SECONDS)
+            self.connection.settimeout(self.server.request_seconds)
 
     def send(self, reply: Reply | Updates | tuple[str, bytes]) -> None:
         """Write an answer."""

@@ -312,8 +312,7 @@ function mute(state, event) {
 /** Silence at once; the work goes on. @param {State} state @returns {Step} */
 function stopSpeaking(state) {
   const dropped = speech.forget(state.speech, (piece) => piece.kind !== "question");
-  const current = dropped.current?.piece.kind === "question" ? dropped.current : null;
-  const next = { ...state, silenced: true, speech: { ...dropped, current } };
+  const next = { ...state, silenced: true, speech: { ...dropped, current: null } };
   const [told, effects] = note(next, "The user pressed 'Stop speaking': be quiet until they speak again.", null);
   return [told, [{ do: "silence", on: true }, ...effects]];
 }

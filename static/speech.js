@@ -40,10 +40,7 @@ export const QUIET = { waiting: [], current: null, sounding: false, soundAt: -1e
 export function enqueue(speech, pieces) {
   const newer = pieces.some((piece) => piece.kind === "progress");
   const kept = newer ? speech.waiting.filter((piece) => piece.kind !== "progress") : speech.waiting;
-  const waiting = [...kept, ...pieces]
-    .map((piece, n) => ({ piece, n }))
-    .sort((a, b) => ORDER.indexOf(a.piece.kind) - ORDER.indexOf(b.piece.kind) || a.n - b.n)
-    .map(({ piece }) => piece);
+  const waiting = [...kept, ...pieces].sort((a, b) => ORDER.indexOf(a.kind) - ORDER.indexOf(b.kind));
   return { ...speech, waiting: waiting.slice(0, PIECES_KEPT) };
 }
 
@@ -54,9 +51,7 @@ export function forget(speech, unwanted) {
 
 /** The voice began or ceased to sound. @param {Speech} speech @param {boolean} on @param {number} at @returns {Speech} */
 export function sound(speech, on, at) {
-  // Before it is placed, the voice says something of its own.
-  const begun = on && speech.current?.placedAt !== null;
-  const current = speech.current && begun ? { ...speech.current, sounded: true } : speech.current;
+  const current = speech.current && on ? { ...speech.current, sounded: true } : speech.current;
   return { ...speech, sounding: on, soundAt: at, current };
 }
 
@@ -64,6 +59,7 @@ export function sound(speech, on, at) {
 export function placed(speech, id, at) {
   const current = speech.current;
   if (!current || current.placedAt !== null || (id !== null && id !== current.id)) return speech;
+  // What the voice said before was its own.
   return { ...speech, current: { ...current, placedAt: at, sounded: speech.sounding } };
 }
 

@@ -1,0 +1,1090 @@
+// The page's pure modules: values in, values out. Whole calls are traces, in traces/*.json:
+//
+//   {"about": "...", "steps": [[event, [effects], state?], ...]}
+//
+//   event    as `step` takes it. The time goes on by {"wait": ms}, in ticks 200 ms apart;
+//            `at` is this time, `attempt` the newest, `id` of heard words a new one, and the
+//            `seq` of an update the next of its run, where they are not given. `"sent":
+//            "newest"` is the id of the newest thing to say. "begin": "live" puts a trace
+//            into a call: dialled at 0, started at 1000; "working" into one in which the run
+//            r1 works since 2000 on the delegation d1, "Check staging."
+//   effects  as `step` gives them, but what goes to the voice model is shown as {"do": "say"
+//            or "think", "text", "delegation"} or {"do": "send", "type"}.
+//   state    what must be so after it, a part of the state; `status` is the status line,
+//            `pending` what Hermes has not been given yet, `waiting` what waits to be said.
+//
+// A `*` in an expected text stands for any text.
+
+import assert from "node:assert/strict";
+import { readdirSync, readFileSync } from "node:fs";
+import { describe, test } from "node:test";
+
+import * as call from "../static/call.js";
+import { parse } from "../static/markdown.js";
+import * as speech from "../static/speech.js";
+import * as transcript from "../static/transcript.js";
+import * as wire from "../static/wire.js";
+
+const TICK_MS = 200;
+const OF_SESSION = ["opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound"];
+
+const bytes = (text) => new TextEncoder().encode(text).length;
+
+// ---- a call that is watched
+
+/** The reducer, with what must always be true of it checked at every step. */
+class Watched {
+  state = call.START;
+  now = 0;
+  open = false; // may anything be sent?
+  sent = []; // ids of all that was sent
+  delegated = new Set(); // ids of this connection
+  answered = []; // delegations by the results said
+  #seqs = new Map();
+  #fragments = 0;
+
+  /** One event in full. Returns its effects as they are shown. */
+  step(event) {
+    const [state, effects] = call.step(this.state, event);
+    if (event.type === "started" && state.phase === "live" && this.state.phase === "connecting") this.open = true;
+    if (state.attempt !== this.state.attempt) this.delegated.clear();
+    if (event.type === "delegated" && state.delegations.some((d) => d.id === event.id)) this.delegated.add(event.id);
+    this.state = state;
+    this.#checkBounds();
+    return effects.map((effect) => this.#shown(effect));
+  }
+
+  /** An event of a trace: short, or `{wait}`. */
+  play(event) {
+    if (!("wait" in event)) return this.step(this.#whole(event));
+    const effects = [];
+    for (let left = event.wait; left > 0; left -= TICK_MS) {
+      this.now += Math.min(left, TICK_MS);
+      effects.push(...this.step({ type: "tick", at: this.now }));
+    }
+    return effects;
+  }
+
+  #whole(event) {
+    const whole = { at: this.now, ...event };
+    if (OF_SESSION.includes(event.type)) whole.attempt ??= this.state.attempt;
+    if (event.sent === "newest") whole.sent = this.sent.findLast((id) => id.startsWith("say_"));
+    if (event.type === "heard") whole.id ??= `event_${this.#fragments++}`;
+    if (event.type === "update") {
+      const seq = event.update.seq ?? (this.#seqs.get(event.key) ?? 0) + 1;
+      this.#seqs.set(event.key, seq);
+      whole.update = { ...event.update, seq };
+    }
+    return whole;
+  }
+
+  #shown(effect) {
+    if (["drop", "release"].includes(effect.do) && effect.attempt === this.state.attempt) this.open = false;
+    if (effect.do !== "send") return effect;
+    const { type, event_id: id, content, delegation_id: delegation } = effect.message;
+    assert.ok(this.open, `${type} was sent before the session started or after its end`);
+    assert.ok(!this.sent.includes(id), `${id} was used twice`);
+    this.sent.push(id);
+    if (type === "session.close") this.open = false;
+    if (content === undefined) return { do: "send", type };
+    assert.ok(content.trim() && bytes(content) <= 400, `${bytes(content)} bytes: ${content}`);
+    assert.ok(delegation === null || this.delegated.has(delegation), `${delegation} is not of this connection`);
+    return { do: type === "session.commentary.append" ? "say" : "think", text: content, delegation };
+  }
+
+  #checkBounds() {
+    const { transcript: said, speech: queue, runs, notices, delegations } = this.state;
+    const sizes = [said.lines, said.seen, queue.waiting, runs, notices, delegations, ...runs.map((run) => run.tools)];
+    for (const list of [...sizes, ...said.lines.map((line) => line.fragments)]) assert.ok(list.length <= 500, "a list has no bound");
+  }
+}
+
+/** Whether a value is as expected; `part`: it may have more fields. */
+function isLike(value, expected, part) {
+  if (typeof expected === "string" && typeof value === "string") {
+    const literal = expected.split("*").map((text) => text.replace(/[.?+^${}()|[\]\\]/g, "\\$&"));
+    return new RegExp(`^${literal.join(".*")}$`, "s").test(value);
+  }
+  if (expected === null || typeof expected !== "object") return Object.is(value, expected) || expected === "*";
+  if (value === null || typeof value !== "object" || Array.isArray(value) !== Array.isArray(expected)) return false;
+  const [given, wanted] = [Object.keys(value), Object.keys(expected)];
+  const whole = (part && !Array.isArray(value)) || given.length === wanted.length;
+  return whole && wanted.every((key) => key in value && isLike(value[key], expected[key], part));
+}
+
+/** The state as a trace sees it. */
+function seen(state) {
+  return {
+    ...state,
+    status: call.statusOf(state),
+    pending: transcript.pending(state.transcript).map((line) => line.text),
+    waiting: state.speech.waiting.map((piece) => piece.text),
+  };
+}
+
+const BEGINNINGS = {
+  idle: [],
+  live: [{ type: "dial" }, { type: "opened", sessionId: "s1" }, { wait: 1000 }, { type: "started" }],
+  working: [
+    { type: "dial" },
+    { type: "opened", sessionId: "s1" },
+    { wait: 1000 },
+    { type: "started" },
+    { type: "heard", speaker: "user", text: "Check staging.", startMs: 500, endMs: 1000 },
+    { type: "delegated", id: "d1" },
+    { wait: 1000 },
+    { type: "update", key: "d1", update: { type: "run", run_id: "r1", state: "running", seconds: 0 } },
+  ],
+};
+
+function begin(trace) {
+  const watched = new Watched();
+  for (const event of BEGINNINGS[trace.begin ?? "idle"]) watched.play(event);
+  return watched;
+}
+
+// ---- traces
+
+const TRACES = readdirSync(new URL("traces/", import.meta.url))
+  .filter((name) => name.endsWith(".json"))
+  .map((name) => ({ name, ...JSON.parse(readFileSync(new URL(`traces/${name}`, import.meta.url), "utf8")) }));
+
+describe("traces", () => {
+  for (const trace of TRACES) {
+    test(`${trace.name}: ${trace.about}`, () => {
+      const watched = begin(trace);
+      for (const [number, [event, expected, part]] of trace.steps.entries()) {
+        const where = `step ${number + 1}, at ${watched.now}: ${JSON.stringify(event)}`;
+        const effects = watched.play(event);
+        if (!isLike(effects, expected, false)) assert.deepEqual(effects, expected, where);
+        const state = seen(watched.state);
+        for (const [key, value] of Object.entries(part ?? {})) {
+          if (!isLike(state[key], value, true)) assert.deepEqual({ [key]: state[key] }, { [key]: value }, where);
+        }
+      }
+    });
+  }
+});
+
+test("every event and every update that means something occurs in a trace", () => {
+  const events = TRACES.flatMap((trace) => trace.steps.map(([event]) => event));
+  const updates = events.filter((event) => event.type === "update").map((event) => event.update.type);
+
+  const missing = EVENTS.map((event) => event.type).filter((type) => type !== "tick" && !events.some((event) => event.type === type));
+
+  assert.deepEqual(missing, []);
+  for (const type of ["run", "tool", "approval", "approval_closed", "progress", "done", "error", "heartbeat"]) assert.ok(updates.includes(type), type);
+});
+
+// ---- call.js
+
+// One of each event, and what the sidecar sends.
+const EVENTS = [
+  { type: "dial" },
+  { type: "opened", sessionId: "s9" },
+  { type: "started", expiresAt: null },
+  { type: "failed", message: "No microphone was found." },
+  { type: "hangUp" },
+  { type: "lost" },
+  { type: "closed", reason: "expired", seconds: 9 },
+  { type: "link", broken: true },
+  { type: "heard", speaker: "user", text: " Yes.", startMs: 9000, endMs: 9200, id: null },
+  { type: "delegated", id: "d9" },
+  { type: "placed", sent: null, endMs: 8000 },
+  { type: "trouble", sent: null, code: "invalid_value", message: "" },
+  { type: "sound", on: true },
+  { type: "usage", seconds: 9 },
+  { type: "mute", on: true },
+  { type: "stopSpeaking" },
+  { type: "typed", text: "Check the wiki.", id: "9" },
+  { type: "configured", idleSeconds: 60 },
+  { type: "listed", runs: [] },
+  { type: "update", key: "d1", update: { type: "heartbeat", seq: 1 } },
+  { type: "streamEnded", key: "d1", refused: false },
+  { type: "approve", key: "d1", requestId: "q1", choice: "once" },
+  { type: "answered", key: "d1", requestId: "q1", choice: null },
+  { type: "stopRun", key: "d1" },
+  { type: "refused", key: "d1", message: "hermes-voice cannot be reached." },
+  { type: "notice", level: "info", text: "Something happened." },
+  { type: "tick" },
+];
+
+const QUESTION = {
+  type: "approval",
+  run_id: "r1",
+  request_id: "q1",
+  command: "rm -r build",
+  description: "",
+  choices: ["once", "deny"],
+  seconds_left: 60,
+};
+
+const SITUATIONS = {
+  idle: [],
+  connecting: [{ type: "dial" }],
+  live: [...BEGINNINGS.live],
+  working: [...BEGINNINGS.working],
+  asking: [...BEGINNINGS.working, { type: "update", key: "d1", update: QUESTION }],
+  asked: [...BEGINNINGS.working, { type: "update", key: "d1", update: QUESTION }, { type: "placed", sent: "newest", endMs: 5000 }],
+  closing: [...BEGINNINGS.working, { type: "hangUp" }],
+  afterwards: [...BEGINNINGS.working, { type: "update", key: "d1", update: QUESTION }, { type: "lost" }],
+};
+
+describe("every event in every situation", () => {
+  for (const [name, events] of Object.entries(SITUATIONS)) {
+    test(name, () => {
+      for (const event of EVENTS) {
+        for (const attempt of OF_SESSION.includes(event.type) ? [0, 1, 2] : [undefined]) {
+          const watched = new Watched();
+          for (const before of events) watched.play(before);
+
+          watched.play({ ...event, attempt });
+          watched.play({ wait: 30000 });
+
+          assert.ok(Object.keys(call.START).every((key) => watched.state[key] !== undefined), event.type);
+          assert.equal(typeof call.statusOf(watched.state), "string");
+        }
+      }
+    });
+  }
+
+  test("one event again and again: every list has a bound", () => {
+    const watched = begin({ begin: "working" });
+    const again = (count, event) => {
+      for (let n = 0; n < count; n++) watched.play(event(n));
+    };
+
+    again(600, (n) => ({ type: "notice", level: "info", text: `${n}` }));
+    again(600, (n) => ({ type: "delegated", id: `x${n}` }));
+    again(600, (n) => ({ type: "update", key: "d1", update: { type: "tool", status: "completed", label: `step ${n}` } }));
+    again(600, (n) => ({ type: "typed", text: `${n}`, id: `${n}` }));
+    again(600, (n) => ({ type: "listed", runs: [{ run_id: `x${n}`, state: "running", request: "", result: null }] }));
+
+    assert.equal(watched.state.notices.at(-1).text, "599");
+    assert.equal(watched.state.delegations.at(-1).id, "x599");
+    assert.equal(watched.state.transcript.lines.at(-1).fragments[0].text, "599");
+  });
+
+  test("an event nobody knows", () => {
+    assert.deepEqual(call.step(call.START, { type: "nonsense" }), [call.START, []]);
+  });
+});
+
+/** Numbers that look random, the same for the same seed. */
+function numbers(seed) {
+  let state = seed;
+  return (below) => {
+    state = (state + 0x6d2b79f5) | 0;
+    let mixed = Math.imul(state ^ (state >>> 15), state | 1);
+    mixed ^= mixed + Math.imul(mixed ^ (mixed >>> 7), mixed | 61);
+    return ((mixed ^ (mixed >>> 14)) >>> 0) % below;
+  };
+}
+
+/** Events in an order nobody would think of, and the promises they could break. */
+class Walk {
+  watched = new Watched();
+  #working = ["d404"]; // runs to send updates for
+  #count = 0;
+  #results = new Map(); // run by the text of each result piece
+  #said = new Set();
+  #resultOf = new Map(); // run by the delegation that its result was said with
+  #wordsOf = new Map(); // request by word
+  #returned = new Set(); // requests that did not reach Hermes
+  #answering = new Set(); // questions whose answer is under way
+  #told = new Set(); // delegations that something was said or thought about
+  #owed = new Set(); // delegations called answered without that
+
+  constructor(seed) {
+    this.random = numbers(seed);
+    this.play({ type: "configured", idleSeconds: 7200 });
+  }
+
+  #one(list) {
+    return list[this.random(list.length)];
+  }
+
+  /** One random event. */
+  next() {
+    this.watched.now += this.random(500);
+    const { state } = this.watched;
+    const id = ++this.#count;
+    const run = this.#one([...this.#working.slice(-4), "d404"]);
+    const asking = state.runs.findLast((r) => r.question && !r.result);
+    const about = { key: asking?.key ?? run, requestId: asking?.question?.requestId ?? "q404" };
+    const at = this.watched.now - state.liveAt;
+    const events = [
+      [40, { type: "tick" }],
+      [9, { type: "heard", speaker: "user", text: ` w${id}${this.#one([".", ""])}`, startMs: at + this.random(2000), endMs: at + 2000 }],
+      [4, { type: "heard", speaker: "assistant", text: ` v${id}`, startMs: at, endMs: at + 200 }],
+      [6, { type: "delegated", id: this.#one([`d${id}`, `d${id}`, state.delegations.at(-1)?.id ?? "d1"]) }],
+      [9, { type: "placed", sent: this.#one(["newest", "newest", null, "say_0_0"]), endMs: at }],
+      [9, { type: "sound", on: this.random(3) === 0 }],
+      [24, { type: "update", key: run, update: this.#update(run, id) }],
+      [1, { type: "streamEnded", key: run, refused: this.random(3) === 0, message: `refused ${id}` }],
+      [2, { type: "typed", text: `w${id}`, id: `${id}` }],
+      [2, { type: "approve", ...about, choice: this.#one(["once", "deny"]) }],
+      [3, { type: "answered", ...about, choice: this.#one(["once", null]), message: this.#one([undefined, "No."]) }],
+      [1, { type: "stopRun", key: run }],
+      [1, { type: "refused", key: run, message: "No." }],
+      [1, { type: "mute", on: this.random(2) === 0 }],
+      [1, { type: "link", broken: this.random(6) === 0 }],
+      [1, { type: "trouble", sent: this.#one(["newest", null]), code: "", message: "" }],
+      [1, { type: "usage", seconds: id }],
+      [1, { type: "notice", level: "info", text: `${id}` }],
+      [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], result: null }] }],
+      [1, { type: "stopSpeaking" }],
+      [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }])],
+      [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started" }])],
+    ];
+    const event = this.#weighted(events);
+    const old = OF_SESSION.includes(event.type) && this.random(20) === 0;
+    this.play(old ? { ...event, attempt: state.attempt - 1 } : event);
+  }
+
+  #weighted(events) {
+    let left = this.random(events.reduce((sum, [weight]) => sum + weight, 0));
+    return events.find(([weight]) => (left -= weight) < 0)[1];
+  }
+
+  #update(run, id) {
+    const result = Array.from({ length: 1 + this.random(3) }, (_, n) => `Result ${id} ${n} of ${run}.`);
+    const states = ["queued", "starting", "running", "running", "stopping", "unreachable"];
+    const twin = this.#one(this.#working);
+    return this.#one([
+      { type: "run", run_id: `r_${this.random(9) ? run : twin}`, state: this.#one(states), seconds: this.#one([undefined, 5]) },
+      { type: "run", run_id: `r_${run}`, state: "running" },
+      { type: "tool", status: this.#one(["running", "completed", "error"]), label: `step ${this.random(3)}` },
+      { ...QUESTION, request_id: `q${id}` },
+      { type: "approval_closed", request_id: this.#openQuestion(run), reason: this.#one(["answered", "timeout", "run_ended"]) },
+      { type: "progress", text: `Looking at ${id}` },
+      { type: "approval_closed", request_id: `q${id}`, reason: "answered" },
+      { type: "approval_closed", request_id: this.#openQuestion(run), reason: "answered" },
+      { type: "done", finish_reason: this.#one(["stop", "failed", "cancelled"]), say: result, show: "" },
+      { type: "done", finish_reason: "cancelled", superseded_by: "r_d1", say: [], show: "" },
+      { type: "error", code: "closing", message: "hermes-voice is restarting." },
+      { type: "heartbeat" },
+      { type: "nonsense" },
+      { type: "progress", text: "again", seq: 1 },
+    ]);
+  }
+
+  #openQuestion(run) {
+    return this.watched.state.runs.find((r) => r.key === run)?.question?.requestId ?? "q404";
+  }
+
+  play(event) {
+    const before = this.watched.state;
+    if (event.type === "update" && event.update.say) for (const text of event.update.say) this.#results.set(text, event.key);
+    if (event.type === "update" && event.update.finish_reason === "failed") this.#returned.add(event.key);
+    if (event.type === "streamEnded" && event.refused) this.#returned.add(event.key);
+    if (event.type === "answered") this.#answering.delete(event.requestId);
+    const effects = this.watched.play(event);
+    const { state } = this.watched;
+    if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
+    for (const effect of effects) this.#check(effect);
+    for (const { id } of state.delegations.filter((d) => d.state === "answered")) {
+      if (!this.#told.has(id) && !before.delegations.some((d) => d.id === id && d.state === "answered")) this.#owed.add(id);
+    }
+    if (event.type === "stopSpeaking") this.#owed.clear();
+  }
+
+  #check(effect) {
+    if (effect.delegation) {
+      this.#told.add(effect.delegation);
+      this.#owed.delete(effect.delegation);
+    }
+    if (effect.do === "say" && this.#results.has(effect.text)) {
+      const run = this.#results.get(effect.text);
+      assert.ok(!this.#said.has(effect.text), `said twice: ${effect.text}`);
+      this.#said.add(effect.text);
+      if (!effect.delegation) return;
+      assert.equal(this.#resultOf.get(effect.delegation) ?? run, run, `${effect.delegation} was answered twice`);
+      this.#resultOf.set(effect.delegation, run);
+    }
+    if (effect.do === "delegate") {
+      this.#working.push(effect.key);
+      for (const word of effect.lines.flatMap((line) => line.text.match(/w\d+/g) ?? [])) {
+        const before = this.#wordsOf.get(word) ?? effect.key;
+        assert.ok(before === effect.key || this.#returned.has(before), `${word} was handed over with ${before} and ${effect.key}`);
+        this.#wordsOf.set(word, effect.key);
+      }
+    }
+    if (effect.do === "follow") this.#working.push(effect.key);
+    if (effect.do === "approve") {
+      assert.ok(!this.#answering.has(effect.requestId), `${effect.requestId} was answered twice`);
+      this.#answering.add(effect.requestId);
+    }
+  }
+
+  /** Let everything settle, in a call. */
+  end() {
+    this.play({ type: "link", broken: false });
+    this.play({ type: "sound", on: false });
+    if (this.watched.state.phase !== "live") return;
+    this.play({ wait: 1_000_000 });
+    assert.deepEqual([...this.#owed], [], "a delegation was not answered");
+    assert.ok(this.watched.state.delegations.every((d) => d.state !== "settling"));
+  }
+}
+
+describe("a random walk", () => {
+  for (const seed of [1, 2, 3, 4]) {
+    test(`seed ${seed}`, () => {
+      const walk = new Walk(seed);
+
+      for (let n = 0; n < 3000; n++) walk.next();
+
+      walk.end();
+    });
+  }
+});
+
+// ---- wire.js
+
+// As the vendor's messages look on the data channel, and what they are here.
+const FROM_VOICE = [
+  [{ type: "info", event_id: "event_01", code: "data_channel_permissions", message: "restricted event permissions" }, null],
+  [
+    {
+      type: "session.started",
+      event_id: "event_02",
+      session: {
+        id: "live_u1_ab",
+        status: "active",
+        expires_at: 1795000000,
+        model: "gpt-live-1.1",
+        instructions: "",
+        audio: { output: { voice: "marin" } },
+        delegation: { type: "client", acknowledgement_delay_ms: 0 },
+        input: [],
+      },
+    },
+    { type: "started", expiresAt: 1795000000 },
+  ],
+  [
+    { type: "session.input_transcript.delta", event_id: "event_03", delta: " check", start_ms: 600, end_ms: 800 },
+    { type: "heard", speaker: "user", text: " check", startMs: 600, endMs: 800, id: "event_03" },
+  ],
+  [
+    { type: "session.output_transcript.delta", event_id: "event_04", delta: "Okay,", start_ms: 4800, end_ms: 5000 },
+    { type: "heard", speaker: "assistant", text: "Okay,", startMs: 4800, endMs: 5000, id: "event_04" },
+  ],
+  [
+    { type: "session.delegation.created", event_id: "event_05", offset_ms: 4600, delegation: { id: "item_Xy", type: "delegation", target: "client" } },
+    { type: "delegated", id: "item_Xy" },
+  ],
+  [
+    { type: "session.commentary.appended", event_id: "event_06", client_event_id: "say_7", start_ms: 5400, end_ms: 5600 },
+    { type: "placed", sent: "say_7", endMs: 5600 },
+  ],
+  [{ type: "session.commentary.appended", event_id: "event_06", start_ms: 5400, end_ms: 5600 }, { type: "placed", sent: null, endMs: 5600 }],
+  [{ type: "session.thinking.appended", event_id: "event_06", client_event_id: "note_7", start_ms: 5400, end_ms: 5600 }, null],
+  [{ type: "session.input_audio.muted", event_id: "event_07", client_event_id: "mute_1" }, null],
+  [
+    { type: "session.usage.updated", event_id: "event_08", usage: { seconds: 30, active_seconds: 20, paused_seconds: 10 }, context_window: { usage_ratio: 0.0089 } },
+    { type: "usage", seconds: 30 },
+  ],
+  [{ type: "session.paused", event_id: "event_09" }, null],
+  [{ type: "session.resumed", event_id: "event_10" }, null],
+  [
+    {
+      type: "error",
+      event_id: "event_11",
+      error: { type: "invalid_request_error", code: "invalid_value", message: "Too long.", param: "content", client_event_id: "say_8" },
+    },
+    { type: "trouble", code: "invalid_value", message: "Too long.", sent: "say_8" },
+  ],
+  [
+    { type: "error", event_id: "event_11", client_event_id: "say_8", error: { code: null, message: "Too long." } },
+    { type: "trouble", code: "", message: "Too long.", sent: "say_8" },
+  ],
+  [
+    {
+      type: "session.closed",
+      event_id: "event_12",
+      client_event_id: "close_1",
+      reason: "close_requested",
+      session: { id: "live_u1_ab", status: "active" },
+      usage: { seconds: 61 },
+    },
+    { type: "closed", reason: "close_requested", seconds: 61 },
+  ],
+];
+
+/** A message with each of its fields, however deep, missing or of another type. */
+function* spoilt(value) {
+  yield* [null, true, -1, "x", [], {}, { toString: 1 }];
+  if (value === null || typeof value !== "object") return;
+  for (const key of Object.keys(value)) {
+    const { [key]: field, ...rest } = value;
+    yield rest;
+    for (const other of spoilt(field)) yield { ...rest, [key]: other };
+  }
+}
+
+const SCRIPTS = {
+  ascii: "Staging is healthy and so is production. ",
+  german: "Größe, Maß und Übermut tun selten gut. ",
+  chinese: "测试环境一切正常，生产环境也是。",
+  arabic: "الخادم يعمل بشكل جيد اليوم. ",
+  emoji: "👩‍👩‍👧‍👦🏳️‍🌈👍🏽",
+  word: "supercalifragilistic",
+};
+
+describe("wire.js", () => {
+  test("NDJSON means the same wherever it is cut", () => {
+    const values = [{ type: "run", seq: 1 }, { text: "Grüße, 世界 👩‍👧\n" }, [], { type: "done" }];
+    const text = `${values.map((value) => JSON.stringify(value)).join("\n")}\r\n\n  \n`;
+
+    for (const size of [1, 2, 3, 7, text.length]) {
+      const decoder = new wire.LineDecoder();
+      const found = [];
+      for (let at = 0; at < text.length; at += size) found.push(...decoder.feed(text.slice(at, at + size)));
+
+      assert.deepEqual(found, values, `in pieces of ${size}`);
+    }
+  });
+
+  test("a line that has not ended is not given out", () => {
+    const decoder = new wire.LineDecoder();
+
+    assert.deepEqual(decoder.feed('{"seq":1}\n{"seq":2}'), [{ seq: 1 }]);
+    assert.deepEqual(decoder.feed("\n"), [{ seq: 2 }]);
+  });
+
+  test("a line that makes no sense, or never ends, is an error", () => {
+    assert.throws(() => new wire.LineDecoder().feed("<html>\n"), SyntaxError);
+    assert.throws(() => new wire.LineDecoder().feed("x".repeat(2_000_001)), /too long/);
+  });
+
+  for (const [message, expected] of FROM_VOICE) {
+    test(`${message.type} ${expected ? `is ${expected.type}` : "means nothing here"}`, () => {
+      assert.deepEqual(wire.fromVoice(JSON.stringify(message)), expected);
+    });
+  }
+
+  test("a message that is garbled or unknown means nothing", () => {
+    const unknown = ["session.updated", "toString", "constructor", "__proto__", "hasOwnProperty", "", 7, null, ["error"], { toString: 1 }];
+    for (const type of unknown) assert.equal(wire.fromVoice(JSON.stringify({ type })), null, String(JSON.stringify(type)));
+    for (const text of ["", "{", "null", "1", "[]", '"error"', '{"type":"error"', "\u0000"]) assert.equal(wire.fromVoice(text), null, text);
+  });
+
+  test("a delegation that is not for us, or words without text, mean nothing", () => {
+    const delegation = { type: "session.delegation.created", delegation: { id: "item_1", target: "responses" } };
+
+    assert.equal(wire.fromVoice(JSON.stringify(delegation)), null);
+    assert.equal(wire.fromVoice('{"type":"session.input_transcript.delta","delta":""}'), null);
+  });
+
+  test("a place that is not told is no place: it would let words count that came before", () => {
+    for (const place of ["", ',"end_ms":null', ',"end_ms":"5600"', ',"end_ms":1e999', ',"end_ms":-1']) {
+      assert.equal(wire.fromVoice(`{"type":"session.commentary.appended"${place}}`), null, place);
+    }
+  });
+
+  test("fields of another type never throw, and never get through", () => {
+    const fields = { speaker: "string", text: "string", id: "string", code: "string", message: "string", reason: "string", sent: "string" };
+    for (const [message] of FROM_VOICE) {
+      const watched = begin({ begin: "working" });
+      for (const other of spoilt(message)) {
+        const event = wire.fromVoice(JSON.stringify(other));
+        for (const [key, value] of Object.entries(event ?? {})) {
+          const wanted = key === "type" ? "string" : (fields[key] ?? "number");
+          assert.ok(value === null || typeof value === wanted, `${JSON.stringify(other)} gave ${key}: ${JSON.stringify(value)}`);
+        }
+        if (event) watched.play(event);
+      }
+    }
+  });
+
+  test("what is sent has the vendor's shape", () => {
+    assert.deepEqual(wire.commentary("say_7", "Staging is healthy.", "item_Xy"), {
+      type: "session.commentary.append",
+      event_id: "say_7",
+      delegation_id: "item_Xy",
+      content: "Staging is healthy.",
+    });
+    assert.deepEqual(wire.thinking("note_3", "The user typed.", null), {
+      type: "session.thinking.append",
+      event_id: "note_3",
+      delegation_id: null,
+      content: "The user typed.",
+    });
+    assert.deepEqual(wire.muteMessage("mute_1", true), { type: "session.input_audio.mute", event_id: "mute_1" });
+    assert.deepEqual(wire.muteMessage("mute_2", false), { type: "session.input_audio.unmute", event_id: "mute_2" });
+    assert.deepEqual(wire.closeMessage("close_1"), { type: "session.close", event_id: "close_1" });
+  });
+
+  for (const [script, text] of Object.entries(SCRIPTS)) {
+    test(`an append of ${script} has at most 400 bytes, and only whole characters`, () => {
+      const long = text.repeat(10_000 / text.length);
+
+      const content = wire.commentary("say_1", long, null).content;
+
+      assert.ok(bytes(content) <= wire.APPEND_BYTES && bytes(content) > wire.APPEND_BYTES - 30, `${bytes(content)} bytes`);
+      assert.ok(content.endsWith("…") && long.startsWith(content.slice(0, -1)));
+      const whole = [...new Intl.Segmenter().segment(long.slice(0, 500))].map(({ index }) => index);
+      assert.ok(whole.includes(content.length - 1), "a character was cut");
+    });
+  }
+
+  test("an append is cut only if it must be", () => {
+    for (const text of ["a".repeat(400), "ä".repeat(200), "世".repeat(133)]) assert.equal(wire.cut(text, 400), text);
+    assert.equal(wire.cut("a".repeat(401), 400), `${"a".repeat(397)}…`);
+    assert.equal(wire.cut("👩‍👩‍👧‍👦👩‍👩‍👧‍👦", 30), "👩‍👩‍👧‍👦…");
+    assert.equal(wire.cut("👩‍👩‍👧‍👦", 10), "…");
+  });
+});
+
+// ---- transcript.js
+
+/** Fragments as [speaker, text, startMs, endMs, id?], added one after the other. */
+function said(...fragments) {
+  return fragments.reduce(
+    (so_far, [speaker, text, startMs, endMs, id = null]) => transcript.add(so_far, { speaker, text, startMs, endMs, id }, 1, startMs),
+    transcript.EMPTY,
+  );
+}
+
+const texts = (lines) => lines.map((line) => `${line.speaker}: ${transcript.textOf(line)}`);
+
+describe("transcript.js", () => {
+  test("fragments are put together as they are", () => {
+    const { lines } = said(["user", " Check", 0, 200], ["user", " stag", 200, 400], ["user", "ing.", 400, 600]);
+
+    assert.deepEqual(texts(lines), ["user: Check staging."]);
+  });
+
+  test("a fragment that comes twice, by its id, changes nothing", () => {
+    const before = said(["user", "Yes.", 0, 200, "e1"], ["assistant", "Okay.", 900, 1200, "e2"]);
+
+    const after = transcript.add(before, { speaker: "user", text: "Yes.", startMs: 0, endMs: 200, id: "e1" }, 1, 5);
+
+    assert.equal(after, before);
+  });
+
+  test("fragments without an id, or with another one, are all kept", () => {
+    const { lines } = said(["user", "no", 0, 200], ["user", " no", 0, 200], ["user", " no", 0, 200, "e1"], ["user", " no", 0, 200, "e2"]);
+
+    assert.deepEqual(texts(lines), ["user: no no no no"]);
+  });
+
+  test("a late fragment gets its place by its time", () => {
+    const { lines } = said(["user", "Check", 0, 200], ["user", " now.", 800, 1000], ["user", " staging", 400, 600]);
+
+    assert.deepEqual(texts(lines), ["user: Check staging now."]);
+  });
+
+  test("speakers who overlap keep a line each", () => {
+    const { lines } = said(
+      ["user", "Check", 0, 200],
+      ["assistant", "Let", 100, 300],
+      ["user", " staging.", 300, 500],
+      ["assistant", " me look.", 400, 600],
+    );
+
+    assert.deepEqual(texts(lines), ["user: Check staging.", "assistant: Let me look."]);
+  });
+
+  test("a pause of 1.5 s begins a new line", () => {
+    const { lines } = said(["user", "One", 0, 200], ["user", " two", 1699, 1800], ["user", " three", 3300, 3500]);
+
+    assert.deepEqual(texts(lines), ["user: One two", "user: three"]);
+  });
+
+  test("a fragment later than two lines of the other speaker begins a new line", () => {
+    const { lines } = said(["user", "One", 0, 200], ["assistant", "A", 300, 400], ["assistant", "B", 3000, 3200], ["user", " two", 500, 600]);
+
+    assert.deepEqual(texts(lines), ["user: One", "assistant: A", "assistant: B", "user: two"]);
+  });
+
+  test("another session, or a typed line, is never continued", () => {
+    const first = transcript.addTyped(said(["user", "One", 0, 200]), "Typed", 1, 300);
+    const second = transcript.add(first, { speaker: "user", text: " two", startMs: 200, endMs: 300, id: null }, 2, 400);
+    const third = transcript.add(second, { speaker: "user", text: " three", startMs: 200, endMs: 300, id: null }, 3, 500);
+
+    assert.deepEqual(texts(third.lines), ["user: One", "user: Typed", "user: two", "user: three"]);
+    assert.deepEqual(third.lines.map((line) => line.key), [1, 2, 3, 4]);
+
+    const typed = transcript.addTyped(transcript.EMPTY, "Typed", 1, 0);
+    const spoken = transcript.add(typed, { speaker: "user", text: "Spoken", startMs: 100, endMs: 300, id: null }, 1, 100);
+
+    assert.deepEqual(texts(spoken.lines), ["user: Typed", "user: Spoken"]);
+  });
+
+  test("what was handed over is not pending, but its tail is", () => {
+    const [handed] = transcript.hand(said(["user", "Check staging", 0, 200], ["assistant", "Okay.", 300, 500]));
+    const later = transcript.add(handed, { speaker: "user", text: " and the wiki", startMs: 200, endMs: 400, id: null }, 1, 600);
+
+    assert.deepEqual(transcript.pending(handed), []);
+    assert.deepEqual(transcript.pending(later), [{ speaker: "user", text: "and the wiki" }]);
+    assert.deepEqual(texts(later.lines), ["user: Check staging and the wiki", "assistant: Okay."]);
+  });
+
+  test("a hand-over that did not arrive is taken back alone, fragment by fragment", () => {
+    const [first, one] = transcript.hand(said(["user", "Check staging", 0, 200]));
+    const tail = transcript.add(first, { speaker: "user", text: " and the wiki", startMs: 200, endMs: 400, id: null }, 1, 600);
+    const [second, two] = transcript.hand(tail);
+
+    assert.notEqual(one, two);
+    assert.deepEqual(transcript.pending(second), []);
+    assert.deepEqual(transcript.pending(transcript.takeBack(second, [one])), [{ speaker: "user", text: "Check staging" }]);
+    assert.deepEqual(transcript.pending(transcript.takeBack(second, [two])), [{ speaker: "user", text: "and the wiki" }]);
+    assert.deepEqual(transcript.pending(transcript.takeBack(second, [one, two])), [{ speaker: "user", text: "Check staging and the wiki" }]);
+    assert.deepEqual(transcript.pending(transcript.takeBack(second, [])), []);
+  });
+
+  test("only what is wanted is handed over", () => {
+    const late = (fragment, line) => line.speaker === "user" && fragment.startMs >= 100;
+    const all = said(["user", "Hm.", 0, 100], ["user", " Yes.", 100, 200], ["assistant", "Okay.", 300, 500]);
+
+    const [handed] = transcript.hand(all, late);
+
+    assert.deepEqual(transcript.pending(all, late), [{ speaker: "user", text: "Yes." }]);
+    assert.deepEqual(transcript.pending(handed).map((line) => line.text), ["Hm.", "Okay."]);
+  });
+
+  test("a request leaves out the oldest lines beyond a hundred, never the user's newest", () => {
+    let all = transcript.EMPTY;
+    for (let n = 0; n < 150; n++) all = transcript.addTyped(all, `Line ${n}.`, 1, n);
+    all = transcript.add(all, { speaker: "assistant", text: "Okay.", startMs: 0, endMs: 1, id: null }, 1, 200);
+
+    const lines = transcript.request(all);
+
+    assert.equal(lines.length, 100);
+    assert.deepEqual(lines.slice(-2).map((line) => line.text), ["Line 149.", "Okay."]);
+  });
+
+  test("a request leaves out context beyond 24,000 characters, never the user's newest words", () => {
+    const long = (length) => "x".repeat(length);
+    const typed = (...lines) => lines.reduce((all, text, n) => transcript.addTyped(all, text, 1, n), transcript.EMPTY);
+
+    assert.deepEqual(transcript.request(typed("old", long(14_000), long(10_000), long(16_000))).map((line) => line.text.length), [14_000, 10_000, 16_000]);
+    assert.deepEqual(transcript.request(typed(long(9_000), long(15_001), long(16_000))).map((line) => line.text.length), [15_001, 16_000]);
+    assert.deepEqual(transcript.request(typed("old", long(24_001), "new")).map((line) => line.text.length), [3]);
+    assert.deepEqual(transcript.request(transcript.EMPTY), []);
+  });
+
+  const ASKING = { "Check staging.": true, "Hm, check.": true, Yes: true, Okay: true, "": false, " ": false, "Mhm.": false, "hmm…": false, "Uh-huh": false, "Ähm": false, "Oh!": false };
+  for (const [text, expected] of Object.entries(ASKING)) {
+    test(`"${text}" asks for ${expected ? "something" : "nothing"}`, () => {
+      assert.equal(transcript.isAsking(said(["user", text, 0, 200])), expected);
+      assert.equal(transcript.isAsking(said(["assistant", text, 0, 200])), false);
+    });
+  }
+
+  const ENDS = { "Do it.": true, "Really?": true, "No!": true, "Well…": true, 'He said "go."': true, "好的。": true, "لماذا؟": true, "(Yes.)": true, "Do it": false, "Do it,": false, "3.5 of": false, "": false };
+  for (const [text, expected] of Object.entries(ENDS)) {
+    test(`"${text}" ${expected ? "ends" : "does not end"} a sentence`, () => {
+      assert.equal(transcript.endsSentence(said(["user", text, 0, 200], ["assistant", "Okay.", 300, 400])), expected);
+    });
+  }
+
+  test("the history of a new session is the newest lines that say something", () => {
+    const all = said(["user", "One.", 0, 200], ["assistant", " ", 300, 500], ["assistant", "Two.", 3000, 3200], ["user", "Three.", 6000, 6200]);
+
+    assert.deepEqual(transcript.history(all, 24).map((line) => line.text), ["One.", "Two.", "Three."]);
+    assert.deepEqual(transcript.history(all, 2), [{ speaker: "assistant", text: "Two." }, { speaker: "user", text: "Three." }]);
+  });
+
+  test("lines, their fragments and the ids seen are bounded", () => {
+    let all = transcript.EMPTY;
+    for (let n = 0; n < 1000; n++) all = transcript.add(all, { speaker: "user", text: ` w${n}`, startMs: n * 2000, endMs: n * 2000 + 200, id: `e${n}` }, 1, n);
+    for (let n = 0; n < 1000; n++) all = transcript.add(all, { speaker: "user", text: ` x${n}`, startMs: 4e6 + n * 200, endMs: 4e6 + n * 200, id: `f${n}` }, 1, n);
+
+    assert.equal(all.lines.length, transcript.LINES_KEPT);
+    assert.ok(all.seen.length <= 500 && all.lines.every((line) => line.fragments.length <= 400));
+    assert.equal(all.lines.flatMap((line) => line.fragments).filter(({ text }) => text.startsWith(" x")).length, 1000);
+  });
+});
+
+// ---- speech.js
+
+const piece = (kind, text, at = 0) => ({ kind, text, delegation: null, run: null, at });
+
+/** A queue in which time goes by: `at` moves, `due` is what is sent at that moment. */
+class Queue {
+  speech = speech.QUIET;
+  #ids = 0;
+
+  add(...pieces) {
+    this.speech = speech.enqueue(this.speech, pieces);
+    return this;
+  }
+
+  due(at) {
+    const [next, sent] = speech.next(this.speech, `say_${this.#ids++}`, at);
+    this.speech = next;
+    return sent?.text ?? null;
+  }
+
+  /** The first moment, in steps of 100 ms, at which something is sent. */
+  when(from, to) {
+    for (let at = from; at <= to; at += 100) if (this.due(at)) return at;
+    return null;
+  }
+
+  placed(at, id = null) {
+    this.speech = speech.placed(this.speech, id, at);
+    return this;
+  }
+
+  sound(on, at) {
+    this.speech = speech.sound(this.speech, on, at);
+    return this;
+  }
+
+  user(at) {
+    this.speech = { ...this.speech, userAt: at };
+    return this;
+  }
+}
+
+describe("speech.js", () => {
+  test("a question goes before results, notices and progress; in its kind, the older first", () => {
+    const queue = new Queue()
+      .add(piece("progress", "Working."))
+      .add(piece("notice", "Too late."))
+      .add(piece("result", "One."), piece("result", "Two."))
+      .add(piece("question", "May I?"))
+      .add(piece("result", "Three."));
+
+    assert.deepEqual(queue.speech.waiting.map(({ text }) => text), ["May I?", "One.", "Two.", "Three.", "Too late.", "Working."]);
+  });
+
+  test("newer progress replaces older, and nothing else", () => {
+    const queue = new Queue().add(piece("progress", "Working."), piece("result", "One.")).add(piece("progress", "Still working."));
+
+    assert.deepEqual(queue.speech.waiting.map(({ text }) => text), ["One.", "Still working."]);
+  });
+
+  test("the queue is bounded, and loses what matters least", () => {
+    const queue = new Queue();
+    for (let n = 0; n < 300; n++) queue.add(piece("result", `Result ${n}.`));
+    queue.add(piece("question", "May I?"));
+
+    assert.equal(queue.speech.waiting.length, 100);
+    assert.deepEqual(queue.speech.waiting.slice(0, 2).map(({ text }) => text), ["May I?", "Result 0."]);
+  });
+
+  test("what is unwanted is forgotten, but not what was sent", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."), piece("question", "May I?"));
+    queue.due(0);
+
+    const { waiting, current } = speech.forget(queue.speech, ({ kind }) => kind !== "result");
+
+    assert.deepEqual(waiting.map(({ text }) => text), ["One.", "Two."]);
+    assert.equal(current.piece.text, "May I?");
+  });
+
+  test("one at a time: the next piece when the voice was heard and has gone quiet", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+
+    assert.equal(queue.due(0), "One.");
+    assert.equal(queue.placed(700).when(700, 1500), null);
+    assert.equal(queue.sound(true, 1500).when(1500, 4000), null);
+    assert.equal(queue.sound(false, 4000).when(4000, 9000), 4300);
+    assert.equal(queue.due(9_000), null, "each piece goes out once");
+  });
+
+  test("what the voice says of its own, before the piece is placed, is not the piece", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+    queue.due(0);
+    queue.sound(true, 200).sound(false, 500).placed(700);
+
+    assert.equal(queue.when(700, 2000), null);
+    assert.equal(queue.sound(true, 2000).sound(false, 6000).when(6000, 9000), 6300);
+  });
+
+  test("a voice that begins just before the piece is placed counts", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+    queue.due(0);
+
+    assert.equal(queue.sound(true, 600).placed(700).sound(false, 3000).when(3000, 9000), 3300);
+  });
+
+  test("a piece that is never placed is given up after 5 s", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+    queue.due(0);
+
+    assert.equal(queue.when(100, 20_000), 5100);
+  });
+
+  test("a piece that never sounds is given up 4 s after it was placed", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+    queue.due(0);
+
+    assert.equal(queue.placed(1000).when(1000, 20_000), 5100);
+  });
+
+  test("a voice that never goes quiet is given up when it could have said it twice", () => {
+    const queue = new Queue().add(piece("result", "x".repeat(100)), piece("result", "Two."));
+    queue.due(0);
+
+    const at = queue.placed(1000).sound(true, 2000).when(2000, 60_000);
+
+    assert.ok(at > 17_000 && at < 30_000, `${at}`);
+  });
+
+  test("only the first place counts, and only that of the piece", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+    queue.due(0);
+
+    assert.equal(queue.placed(1000, "say_9").speech.current.placedAt, null);
+    assert.equal(queue.placed(1000, "say_0").speech.current.placedAt, 1000);
+    assert.equal(queue.placed(3000).speech.current.placedAt, 1000);
+    assert.equal(new Queue().placed(1000).speech.current, null);
+  });
+
+  test("the voice does not begin while the user speaks, but not for ever", () => {
+    assert.equal(new Queue().add(piece("result", "One.", 1000)).user(1000).when(1000, 20_000), 1800);
+
+    const queue = new Queue().add(piece("result", "One.", 1000));
+    for (let at = 1000; at < 9000; at += 500) assert.equal(queue.user(at).due(at), null);
+    assert.equal(queue.user(9100).due(9100), "One.");
+  });
+
+  test("the voice is not cut off by the next piece, but not for ever", () => {
+    assert.equal(new Queue().sound(true, 0).sound(false, 1000).add(piece("result", "One.", 900)).when(1000, 20_000), 1300);
+    assert.equal(new Queue().sound(true, 0).add(piece("result", "One.", 1000)).when(1000, 20_000), 13_100);
+  });
+
+  test("patience begins anew with each piece", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+    queue.due(0);
+    queue.placed(1000).sound(true, 2000).sound(false, 30_000);
+
+    assert.equal(queue.user(30_000).due(30_300), null);
+    assert.equal(queue.when(30_400, 40_000), 30_800);
+  });
+});
+
+// ---- markdown.js
+
+/** A tree as text: a tag with its children in parentheses, links as [href]. */
+function short(nodes) {
+  return nodes
+    .map((node) => {
+      if (typeof node === "string") return node;
+      const [href, lang] = [node.href === undefined ? "" : `[${node.href}]`, node.lang ? `.${node.lang}` : ""];
+      return `${node.tag}${lang}${href}(${short(node.children)})`;
+    })
+    .join("");
+}
+
+const MARKDOWN = [
+  ["", ""],
+  ["\n \n", ""],
+  ["One\r\ntwo\n\nthree", "p(Onebr()two)p(three)"],
+  ["# One\n## Two ##\n### C#\n###### Six\n#no\n####### no", "h3(One)h4(Two)h5(C#)h6(Six)p(#nobr()####### no)"],
+  ["#", "p(#)"],
+  ["# ", "h3()"],
+  ["---\n***\n_ _ _", "hr()hr()hr()"],
+  ["- a\n- b\n* c\n+ d\n• e", "ul(li(a)li(b)li(c)li(d)li(e))"],
+  ["1. a\n2) b", "ol(li(a)li(b))"],
+  ["1. a\n\n2. b\n\n3. c\n\nend", "ol(li(a)li(b)li(c))p(end)"],
+  ["- a\n  - b\n    1. c\n  - d\n- e", "ul(li(aul(li(bol(li(c)))li(d)))li(e))"],
+  ["- a\n1. b", "ul(li(a))ol(li(b))"],
+  ["- a\n  more", "ul(li(a more))"],
+  ["1. run:\n   ```sh\n   ls\n     -l\n   ```\n2. done", "ol(li(run:pre(code.sh(ls\n  -l)))li(done))"],
+  ["-", "p(-)"],
+  ["|a|b|\n|-|:-:|\n|1|**2**|\n|3\\|4|", "table(tr(th(a)th(b))tr(td(1)td(strong(2)))tr(td(3|4)))"],
+  ["Look:\na | b\n--|--\n1 | 2\nend", "p(Look:)table(tr(th(a)th(b))tr(td(1)td(2)))p(end)"],
+  ["a|b\nc|d", "p(a|bbr()c|d)"],
+  ["a|b\n|", "p(a|bbr()|)"],
+  ["```js\nlet a = `1`;\n\n# no\n```\nend", "pre(code.js(let a = `1`;\n\n# no))p(end)"],
+  ["~~~\n```\n~~~", "pre(code(```))"],
+  ["````\n```\n````", "pre(code(```))"],
+  ["text\n```py\nopen\n", "p(text)pre(code.py(open\n))"],
+  ["```", "pre(code())"],
+  ["```a``` and b", "p(code(a) and b)"],
+  ["> a\n> > b\nc", "blockquote(p(a)blockquote(p(b)))p(c)"],
+  ["a **b *c* d** ~~e~~ __f__ _g_", "p(a strong(b em(c) d) del(e) strong(f) em(g))"],
+  ["snake_case_name 2*3*4 a * b", "p(snake_case_name 2*3*4 a * b)"],
+  ["`a*b*` ``c`d`` `` `", "p(code(a*b*) code(c`d) `` `)"],
+  ["\\*no\\* \\`no\\` \\x", "p(*no* `no` \\x)"],
+  ["**open and *more", "p(**open and *more)"],
+  ["<b>no</b> &lt;", "p(<b>no</b> &lt;)"],
+  ["[a *b*](https://x.org/y_(z)) ![c](http://x.org/c.png \"t\")", "p(a[https://x.org/y_(z)](a em(b)) a[http://x.org/c.png](c))"],
+  ["https://x.org/a?b=c. (http://y.org) m", "p(a[https://x.org/a?b=c](https://x.org/a?b=c). (a[http://y.org](http://y.org)) m)"],
+  ["[m](mailto:a@x.org) [n](HTTPS://x.org)", "p(a[mailto:a@x.org](m) a[HTTPS://x.org](n))"],
+];
+
+const NO_LINKS = [
+  "javascript:alert(1)",
+  "JaVaScRiPt:alert(1)",
+  "data:text/html,x",
+  "DATA:text/html;base64,eA==",
+  "vbscript:x",
+  "VbScript:x",
+  "file:///etc/passwd",
+  "blob:https://x.org/1",
+  "//x.org",
+  "/config",
+  "https:x",
+  "\u0001javascript:x",
+  "&#106;avascript:x",
+  "java%73cript:x",
+  "x:https://x.org",
+  "httpsx://y",
+];
+
+/** All links in a tree. */
+function links(nodes) {
+  return nodes.flatMap((node) => (typeof node === "string" ? [] : [...(node.href === undefined ? [] : [node.href]), ...links(node.children)]));
+}
+
+const depth = (nodes) => Math.max(0, ...nodes.map((node) => (typeof node === "string" ? 0 : 1 + depth(node.children))));
+
+/** The processor's time it takes, at the best of three: other programs may be busy. */
+function milliseconds(action) {
+  const times = [];
+  while (times.length < 3 && !times.some((time) => time < 200)) {
+    const start = process.cpuUsage();
+    action();
+    times.push(process.cpuUsage(start).user / 1000);
+  }
+  return Math.min(...times);
+}
+
+const HOSTILE = ["`", "`a", "``` a", "*", "*a", "**a", "_a ", "__a", "[", "[a](", "![", "](", "~~a", "|", "| ", "-", "- ", "-|", ":-", ">", "> ", "# ", "#", " ", "\t", "http://", "\\", "(", "1. ", "a", "a\"", "<"];
+
+describe("markdown.js", () => {
+  for (const [markdown, expected] of MARKDOWN) {
+    test(JSON.stringify(markdown), () => {
+      assert.equal(short(parse(markdown)), expected);
+    });
+  }
+
+  for (const target of NO_LINKS) {
+    test(`${JSON.stringify(target)} never becomes a link`, () => {
+      for (const text of [`[a](${target})`, `![a](${target})`, `[a](${target} "t")`, `[**a**](${target})`, `<${target}>`, `> - [a](${target})`]) {
+        for (const href of links(parse(text))) assert.match(href, /^https?:\/\//, text);
+      }
+      assert.deepEqual(links(parse(`[a](${target})`)), []);
+    });
+  }
+
+  test("quotes and lists do not nest deeper than a browser can draw", () => {
+    const quotes = parse(`${">".repeat(10_000)} deep`);
+    const lists = parse(Array.from({ length: 300 }, (_, n) => `${"  ".repeat(n)}- ${n}`).join("\n"));
+    const stars = parse(`${"**a *b ".repeat(500)}${"c* d** ".repeat(500)}`);
+
+    assert.ok(depth(quotes) < 30 && short(quotes).includes("deep"));
+    assert.ok(depth(lists) < 1000 && short(lists).includes("299"));
+    assert.ok(depth(stars) < 60);
+  });
+
+  for (const unit of HOSTILE) {
+    test(`100 kB of ${JSON.stringify(unit)} take at most 200 ms`, () => {
+      const line = (length) => `${unit.repeat(length / unit.length)}x\n`;
+      const documents = [line(100_000), `# ${line(100_000)}`, `a|b\n-${line(100_000)}`, line(4900).repeat(20)];
+
+      for (const markdown of documents) {
+        const took = milliseconds(() => parse(markdown));
+        assert.ok(took < 200, `${JSON.stringify(markdown.slice(0, 20))}… took ${took} ms`);
+      }
+    });
+  }
+});

@@ -1,0 +1,1650 @@
+"""The pure core: values in, values out. Nothing here waits, connects or reads a clock."""
+
+import itertools
+import json
+import re
+from collections import deque
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hermes_voice import (
+    ACTIVE_LIMIT,
+    APPROVAL_SECONDS,
+    EVENT_LIMIT,
+    FINISH_REASONS,
+    HISTORY_CHARS,
+    HISTORY_MESSAGES,
+    PIECE_BYTES,
+    REQUEST_CHARS,
+    RUN_UPDATES,
+    RUNS_LIMIT,
+    SAY_CHARS,
+    SHOW_CHARS,
+    SPOKEN_CHARS,
+    TRANSCRIPT_CHARS,
+    TRANSCRIPT_MESSAGES,
+    UPDATES_LIMIT,
+    Garbled,
+    NotFound,
+    RunBook,
+    RunStream,
+    SSEDecoder,
+    TooMany,
+    history_input,
+    mask,
+    pack_pieces,
+    read_answer,
+    replacement_text,
+    request_text,
+    speakable,
+    split_answer,
+    transcript_answer,
+    transcript_history,
+)
+
+FIXTURES = Path(__file__).parent / "fixtures"
+# Whatever decodes is given its input in pieces of these sizes; None is all at once.
+CUTS = (1, 2, 3, 7, None)
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def pieces_of(data, size):
+    return [data[at : at + size] for at in range(0, len(data), size)] if size else [data]
+
+
+def user(text):
+    return {"speaker": "user", "text": text}
+
+
+def voice(text):
+    return {"speaker": "assistant", "text": text}
+
+
+# ---- what was said -----------------------------------------------------------
+
+
+def test_one_line_of_the_user_is_the_request_itself():
+    assert request_text([user("  Buy milk. ")]) == "Buy milk."
+
+
+def test_a_talk_is_told_with_its_speakers_oldest_first():
+    asked = request_text([user("Buy milk."), voice("How much?"), user(" Two litres. ")])
+
+    assert asked.splitlines()[1:] == [
+        "User: Buy milk.",
+        "Voice assistant: How much?",
+        "User: Two litres.",
+    ]
+
+
+def test_what_the_voice_said_after_the_user_is_kept():
+    asked = request_text([user("Buy milk."), voice("On it.")])
+
+    assert asked.endswith("User: Buy milk.\nVoice assistant: On it.")
+
+
+def test_older_talk_gives_way_to_newer():
+    asked = request_text([user("one " * 4000), voice("two " * 2000), voice("two " * 2000), user("three")])
+
+    assert "one" not in asked
+    assert "two" in asked
+    assert asked.endswith("User: three")
+
+
+def test_the_users_newest_words_are_never_cut():
+    newest = "word " * REQUEST_CHARS
+
+    asked = request_text([user("older"), user(newest)])
+
+    assert asked.endswith(f"User: {newest.strip()}")
+    assert "older" not in asked
+
+
+def test_a_replacement_names_what_was_asked_what_was_done_and_what_is_new():
+    text = replacement_text(["Buy milk.", "And bread."], ["running a command: ls (completed)"], "No bread.")
+
+    order = ["Buy milk.", "And bread.", "- running a command: ls (completed)", "No bread."]
+    assert sorted(order, key=text.index) == order
+    assert text.index("Said now:") < text.index("No bread.", text.index("Said now:"))
+
+
+def test_a_replacement_says_when_nothing_was_done():
+    assert "- nothing yet" in replacement_text(["Buy milk."], [], "No, bread.")
+
+
+def test_history_is_a_list_of_messages_the_voice_model_takes():
+    assert history_input([user("Hello."), voice(" Hi! ")]) == [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]},
+    ]
+
+
+def texts_of(messages):
+    return [message["content"][0]["text"] for message in messages]
+
+
+def test_history_leaves_out_lines_without_words():
+    assert texts_of(history_input([user("a"), voice(" "), user("b")])) == ["a", "b"]
+
+
+def test_history_keeps_the_newest_messages():
+    lines = [user(str(number)) for number in range(HISTORY_MESSAGES + 5)]
+
+    texts = texts_of(history_input(lines))
+
+    assert texts == [str(number) for number in range(5, HISTORY_MESSAGES + 5)]
+
+
+def test_history_keeps_the_newest_characters():
+    texts = texts_of(history_input([user("old"), user("x" * (HISTORY_CHARS - 10)), user("new")]))
+
+    assert texts[-1] == "new"
+    assert sum(map(len, texts)) <= HISTORY_CHARS
+
+
+def test_one_long_line_does_not_push_all_history_out():
+    texts = texts_of(history_input([user("first"), voice("y" * 3 * HISTORY_CHARS), user("last")]))
+
+    assert texts[0] == "first"
+    assert texts[-1] == "last"
+    assert sum(map(len, texts)) <= HISTORY_CHARS
+
+
+def row(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+TALK = [
+    row("user", "Is it raining?"),
+    row("assistant", "No."),
+    row("user", "And now?"),
+    row("assistant", "Yes."),
+]
+
+# Rows of a transcript that nobody said.
+NOT_TALK = [
+    row("tool", '{"exit_code": 0}'),
+    row("system", "You are Hermes."),
+    row("assistant", "", tool_calls=[{"id": "c1"}]),
+    row("assistant", None),
+    row("user", [{"type": "text", "text": "parts"}]),
+    row("user", "take the other one", display_kind="steer"),
+    row("user", "[ASYNC DELEGATION BATCH COMPLETE]", display_kind="async_delegation_complete"),
+    row("assistant", "Something broke.", finish_reason="failed_turn"),
+    {},
+]
+
+
+def test_stored_talk_becomes_history():
+    assert transcript_history(TALK) == TALK
+
+
+@pytest.mark.parametrize("other", NOT_TALK)
+def test_rows_that_nobody_said_are_no_history(other):
+    assert transcript_history([other, *TALK[:2], other]) == TALK[:2]
+
+
+def test_stored_history_is_bounded_and_the_newest_is_kept():
+    many = [row("user", f"{number} " + "x" * 1000) for number in range(2 * TRANSCRIPT_MESSAGES)]
+
+    kept = transcript_history(many)
+
+    assert kept[-1] == many[-1]
+    assert len(kept) <= TRANSCRIPT_MESSAGES
+    assert sum(len(message["content"]) for message in kept) <= TRANSCRIPT_CHARS
+
+
+def test_a_long_stored_answer_does_not_push_all_history_out():
+    kept = transcript_history([TALK[0], row("assistant", "z" * 2 * TRANSCRIPT_CHARS), TALK[2]])
+
+    assert kept[0] == TALK[0]
+    assert kept[-1] == TALK[2]
+
+
+@pytest.mark.parametrize(
+    ("messages", "answer"),
+    [
+        (TALK, "Yes."),
+        (TALK[:3], None),
+        ([], None),
+        (TALK[:2], None),
+        ([row("user", " And now? "), row("assistant", "Yes.")], "Yes."),
+        ([row("user", "And now?"), row("assistant", "Looking.", tool_calls=[{}]), row("tool", "wet")], None),
+        ([row("user", "And now?"), row("assistant", "Wet."), row("assistant", "Very wet.")], "Very wet."),
+        ([row("user", "And now?"), row("assistant", "Broke.", finish_reason="failed_turn")], None),
+        ([*TALK, row("user", "And now?")], None),
+        ([*TALK, row("user", "Thanks.")], None),
+        ([*TALK[:3], row("user", "hurry", display_kind="steer"), row("assistant", "Yes.")], "Yes."),
+    ],
+)
+def test_the_stored_answer_is_the_one_to_the_newest_request(messages, answer):
+    assert transcript_answer(messages, "And now?") == answer
+
+
+# ---- what is masked ----------------------------------------------------------
+
+A20, A40 = "a1B2" * 5, "a1B2" * 10
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        (f"sk-proj-{A20}", "•••"),
+        (f"use rk_live_{A20} there", "use ••• there"),
+        (f"ghp_{A40}", "•••"),
+        (f"github_pat_{A40}", "•••"),
+        (f"glpat-{A20}", "•••"),
+        (f"xoxb-{A20}", "•••"),
+        ("AKIAIOSFODNN7EXAMPLE", "•••"),
+        (f"AIza{A40}", "•••"),
+        (f"eyJhbGciOiJI.eyJzdWIiOiIx.{A20}", "•••"),
+        ("postgres://hermes:hunter2@db/talk", "postgres://•••@db/talk"),
+        ("https://me:pa55word@example.org/a", "https://•••@example.org/a"),
+        (f"-----BEGIN OPENSSH PRIVATE KEY-----\n{A40}\n-----END OPENSSH PRIVATE KEY-----\nok", "•••\nok"),
+        (f"-----BEGIN PRIVATE KEY-----\n{A40}\ncut off", "•••"),
+        ("curl -H 'Authorization: Bearer abcdef123456'", "curl -H 'Authorization: Bearer •••'"),
+        ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic •••"),
+        ('{"Authorization": "Bearer abcdefgh"}', '{"Authorization": "Bearer •••"}'),
+        ("Bearer abc123.def456", "Bearer •••"),
+        ("X-Auth-Token: Bearer abcdefgh", "X-Auth-Token: Bearer •••"),
+        ("password=hunter22", "password=•••"),
+        ("PASSWORD: 'hunter22'", "PASSWORD: '•••'"),
+        ('{"api_key": "abcdef"}', '{"api_key": "•••"}'),
+        ("export OPENAI_API_KEY=abcdefgh", "export OPENAI_API_KEY=•••"),
+        ("client_secret = abcdefgh;", "client_secret = •••;"),
+        ("?access_token=abcdefgh&page=2", "?access_token=•••&page=2"),
+        ("mysql --password hunter-two", "mysql --password •••"),
+        ("tool --api-key abcdefgh --dry-run", "tool --api-key ••• --dry-run"),
+        ("the password is not this: password hunter22", "the password is not this: password •••"),
+        ("SIGNING_KEY=abcdefgh", "SIGNING_KEY=•••"),
+    ],
+)
+def test_secrets_are_masked(text, masked):
+    assert mask(text) == masked
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Your password manager asked for the master password again.",
+        "The token expired yesterday, so I made a token request.",
+        "It is no secret, the secret ingredient is cinnamon.",
+        "You need a basic understanding of Basic programming.",
+        "Use bearer authentication; the bearer remembers it.",
+        "The task-force-of-the-whole-world met at risk-assessment-headquarters.",
+        "Basket, skating, Asia, ghosts and a keyboard.",
+        "Version 3.14 of the file is in /home/shared/notes-2026-11-29.md.",
+        "See https://example.org:8443/a@b and mail me@example.org.",
+        "total_tokens: 123456, max_tokens=4096000",
+        "git commit 9fceb02d0ae598e95dc970b74767f19372d61af8",
+        "123e4567-e89b-12d3-a456-426614174000",
+        "The public key is in keys.pub, 你的密码已更新。",
+        "",
+    ],
+)
+def test_harmless_texts_stay_as_they_are(text):
+    assert mask(text) == text
+
+
+@given(st.text())
+@patient
+def test_masking_twice_changes_nothing_more(text):
+    once = mask(text)
+
+    assert mask(once) == once
+
+
+# ---- what is spoken ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("markdown", "spoken"),
+    [
+        ("## Done\nAll is well.", "Done\nAll is well."),
+        ("Done\n====\nAll is well.", "Done\nAll is well."),
+        ("#hashtag and C# and issue #42", "#hashtag and C# and issue #42"),
+        ("- milk\n* bread\n+ eggs\n• tea", "milk\nbread\neggs\ntea"),
+        ("  - nested\n    - deeper", "nested\ndeeper"),
+        ("- [ ] open\n- [x] done", "open\ndone"),
+        ("You need:\n1. milk\n2) bread", "You need:\nmilk\nbread"),
+        ("42. That is the answer.", "42. That is the answer."),
+        ("> quoted\n> - item", "quoted\nitem"),
+        ("-5 degrees, 3.14 and v2.0", "-5 degrees, 3.14 and v2.0"),
+        ("one\n\n---\n***\n- - -\n\ntwo", "one\ntwo"),
+        ("Costs:\n| a | b |\n|---|:-:|\n| 1 | 2 |\nThat is all.", "Costs:\nThat is all."),
+        ("a | b\n--|--\n1 | 2", "a b\n1 2"),
+        ("Run this:\n```sh\nrm -rf /\n```\nand wait.", "Run this:\nand wait."),
+        ("Run this:\n~~~\n```\nrm\n```\n~~~\nand wait.", "Run this:\nand wait."),
+        ("````md\n```\nx\n```\n````\nafter", "after"),
+        ("```\nrm -rf /\r\n```\r\nafter", "after"),
+        ("before\n```python\nprint('never closed')", "before"),
+        ("```ls -l``` lists files.\nYes.", "ls -l lists files.\nYes."),
+        ("Use `git pull` and ``ls -l``.", "Use git pull and ls -l."),
+        ("an odd ` tick", "an odd tick"),
+        ("**bold**, *slanted*, ***both***, ~~gone~~", "bold, slanted, both, gone"),
+        ("__bold__, _slanted_, ___both___", "bold, slanted, both"),
+        ("这是**重点**内容", "这是重点内容"),
+        ("5*3=15, 2 * 3 = 6, 2**8 and a_b_c", "5*3=15, 2 * 3 = 6, 2**8 and a_b_c"),
+        ("**half bold", "half bold"),
+        ("[the page](https://example.org/a_b) says", "the page says"),
+        ("![a cat](cat.png) sits", "a cat sits"),
+        ("[![logo](l.png)](https://example.org)", "logo"),
+        ("See https://example.org/a?b=c#d.", "See ."),
+        ("See <https://example.org>, please.", "See , please."),
+        ("请看https://example.org/页。谢谢！", "请看 。谢谢！"),
+        ("See (ftp://example.org/a) now", "See ( ) now"),
+        ("<b>bold</b> and <br/> gone, 1 < 2 > 0", "bold and gone, 1 < 2 > 0"),
+        ("The key is sk-a1B2a1B2a1B2a1B2.", "The key is ."),
+        ("Family 👩‍👩‍👧‍👦 and flag 🇩🇪 ✅", "Family 👩‍👩‍👧‍👦 and flag 🇩🇪 ✅"),
+        ("Straße, Größe, naïve", "Straße, Größe, naïve"),
+        ("今日は。元気？", "今日は。元気？"),
+        ("مرحبا، كيف حالك؟", "مرحبا، كيف حالك؟"),
+        ("tab\there and nbsp", "tab here and nbsp"),
+        ("", ""),
+    ],
+)
+def test_markdown_becomes_words(markdown, spoken):
+    assert speakable(markdown) == spoken
+
+
+@pytest.mark.parametrize(
+    ("output", "said", "shown"),
+    [
+        ("Done.", ["Done."], "Done."),
+        ("Two. \n\n---\n\n| a |", ["Two."], "Two.\n\n| a |"),
+        ("Two.\r\n---\r\n- a", ["Two."], "Two.\n\n- a"),
+        ("One.\n  ---  \nTwo.\n---\nThree.", ["One."], "One.\n\nTwo.\n---\nThree."),
+        ("---\nonly to read", ["The answer is on your screen."], "only to read"),
+        ("```\nonly code\n```", ["The answer is on your screen."], "```\nonly code\n```"),
+        ("It is 3.14. Or v2.0! Fine?", ["It is 3.14. Or v2.0! Fine?"], "It is 3.14. Or v2.0! Fine?"),
+        ("a --- b", ["a --- b"], "a --- b"),
+        ("Yes.\n----\nNo.", ["Yes. No."], "Yes.\n----\nNo."),
+    ],
+)
+def test_an_answer_is_spoken_up_to_its_rule_and_shown_whole(output, said, shown):
+    assert split_answer(output) == (said, shown)
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~", "````", "```yaml", "  ```"])
+def test_a_rule_inside_code_does_not_split(fence):
+    close = fence.strip().removesuffix("yaml")
+    output = f"Here.\n{fence}\na: 1\n---\nb: 2\n{close}\nMore.\n---\nThe rest."
+
+    said, shown = split_answer(output)
+
+    assert said == ["Here. More."]
+    assert shown.startswith(f"Here.\n{fence}\na: 1\n---\nb: 2\n{close}\nMore.\n\nThe rest.")
+
+
+@pytest.mark.parametrize("inner", ["~~~", "```"])
+def test_another_kind_of_fence_does_not_end_code(inner):
+    outer = {"~~~": "```", "```": "~~~"}[inner]
+
+    said, _ = split_answer(f"Here.\n{outer}\n{inner}\n---\n{outer}\nMore.")
+
+    assert said == ["Here. More."]
+
+
+def test_code_that_is_never_closed_is_not_spoken():
+    said, shown = split_answer("Here.\n```\ncode\n---\nmore code")
+
+    assert said == ["Here."]
+    assert shown == "Here.\n```\ncode\n---\nmore code"
+
+
+def test_a_long_answer_ends_with_the_rest_on_the_screen():
+    output = "This is a sentence of some length. " * 100
+
+    said, shown = split_answer(output)
+
+    assert said[-1].endswith("of some length. The rest is on your screen.")
+    assert sum(map(len, said)) <= SAY_CHARS + 50
+    assert shown == output.strip()
+
+
+def test_one_endless_sentence_is_cut_at_a_word():
+    said, _ = split_answer("lorem " * 400)
+
+    words = " ".join(said).removesuffix(" The rest is on your screen.").split()
+    assert set(words) == {"lorem"}
+
+
+def test_what_comes_after_very_much_markdown_is_on_the_screen():
+    said, _ = split_answer("Short.\n" + "```\nx\n```\n" * SPOKEN_CHARS + "Unheard.")
+
+    assert said == ["Short. The rest is on your screen."]
+
+
+def test_a_huge_answer_is_shown_in_part():
+    _, shown = split_answer("x" * (SHOW_CHARS + 1))
+
+    assert len(shown) < SHOW_CHARS + 100
+    assert shown.endswith("*The rest is too long to show; Hermes has all of it.*")
+
+
+@pytest.mark.parametrize("unit", "[|![|[a](|<a|`|*|*a |__a |~~a |```\n|- |> |eyJ-|--|a.|https://".split("|"))
+def test_no_markdown_takes_long_to_read(unit):
+    """A pattern that needs a second for these needs an hour for an answer's 4 MB."""
+    said, _ = split_answer(unit * 20_000)
+
+    assert all(len(piece.encode()) <= PIECE_BYTES for piece in said)
+
+
+@pytest.mark.parametrize(
+    ("sentences", "pieces"),
+    [
+        ([], []),
+        (["One.", "Two."], ["One. Two."]),
+        (["a" * 300, "b" * 100], ["a" * 300, "b" * 100]),
+        (["a" * 300, "b" * 99], ["a" * 300 + " " + "b" * 99]),
+        (["a" * 401], ["a" * 400, "a"]),
+        (["ab " * 200], [("ab " * 133).strip(), ("ab " * 67).strip()]),
+        (["你" * 134], ["你" * 133, "你"]),
+        (["ü" * 200 + " ende"], ["ü" * 200, "ende"]),
+        (["👍🏽" * 51], ["👍🏽" * 50, "👍🏽"]),
+    ],
+)
+def test_sentences_are_packed_into_few_pieces(sentences, pieces):
+    assert pack_pieces(sentences) == pieces
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Das ist ein ganz gewöhnlicher Satz, größer als nötig. ",
+        "これは少し長い文です。",
+        "这是一个比较长的句子！",
+        "هذه جملة عربية طويلة بعض الشيء؟ ",
+        "Family 👩‍👩‍👧‍👦 in 🇩🇪, é and 3.14. ",
+    ],
+)
+def test_pieces_end_where_sentences_end(sentence):
+    said, _ = split_answer(sentence * 12)
+
+    assert len(said) > 1
+    assert all(piece[-1] in ".!?。！？؟" for piece in said)
+    assert all(len(piece.encode()) <= PIECE_BYTES for piece in said)
+
+
+@given(st.lists(st.text()))
+@patient
+def test_pieces_are_short_and_lose_no_word(sentences):
+    pieces = pack_pieces(sentences)
+
+    assert all(len(piece.encode()) <= PIECE_BYTES for piece in pieces)
+    assert "".join("".join(pieces).split()) == "".join("".join(sentences).split())
+
+
+MARKUP = st.sampled_from(
+    [
+        *("\n", "\n---\n", "```", "~~~\n", "# ", "- ", "1. ", "| ", "**", "*", "_", "`", "[a](b)", "<b>"),
+        *("https://e.org ", "sk-", "password=", "Bearer ", "-----BEGIN PRIVATE KEY-----"),
+        *("你好。", "👩‍🚀", "é", "Ende. ", "word " * 50, "w" * 500),
+    ]
+)
+
+
+@given(st.lists(st.one_of(MARKUP, st.text())).map("".join))
+@patient
+def test_any_answer_can_be_spoken_and_shown(output):
+    said, shown = split_answer(output)
+
+    assert said
+    assert all(0 < len(piece.encode()) <= PIECE_BYTES for piece in said)
+    assert sum(map(len, said)) <= SAY_CHARS + 60
+    assert len(shown) <= len(output) + 1
+
+
+# ---- spoken approvals --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [
+        *("Yes.", "yes", "YES!", "Yeah.", "Yep.", "Yes, please.", "Yes, Hermes.", "Uh, yes.", "Yes yes yes."),
+        *("Allow it.", "Allow.", "Yes, allow it.", "Allow once.", "Approve.", "I approve.", "Go ahead."),
+        *("Do it.", "Yes, do it, please.", "Ja.", "Ja, bitte.", "Ja, mach das.", "Erlaubt.", " yes\n"),
+    ],
+)
+def test_a_clear_yes_allows_once(heard):
+    assert read_answer(heard) == "once"
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [
+        *("No.", "no", "Nope.", "No, thanks.", "No, thank you.", "No way.", "Oh no.", "No no no."),
+        *("Please don't.", "Don't.", "Don’t do it.", "No, don't do it.", "Do not do it.", "Refuse."),
+        *("Deny.", "Deny it.", "Nein.", "Nein, danke.", "Nein, mach das nicht.", "Lass das.", "Ablehnen."),
+    ],
+)
+def test_a_clear_no_denies(heard):
+    assert read_answer(heard) == "deny"
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [
+        *("", " ", "…", "👍", "Hermes.", "Thank you.", "Uh, um."),
+        # Backchannels and what people say while they listen.
+        *("Okay.", "OK", "Mm-hmm.", "Mhm.", "Uh-huh.", "Right.", "Sure.", "I see.", "Alles klar.", "Gut."),
+        # Hedges, conditions, second thoughts.
+        *("Maybe.", "I think so.", "Probably yes.", "Yes, but not that folder.", "Yes, if it is safe."),
+        *("Yes, no.", "No, yes.", "Yeah, no.", "Yes and no.", "Ja, nein.", "Yes, wait.", "Wait.", "Not yet."),
+        # Negations of a yes, and of a no.
+        *("Not yes.", "I don't say yes.", "Never do it.", "You may not.", "Don't refuse.", "Do not deny it."),
+        *("I didn't say yes.", "Ja nicht.", "Nicht erlauben.", "Nein, doch."),
+        # Questions, and the question itself, as a loudspeaker gives it back.
+        *("Yes?", "Do it?", "No?", "What?", "What does it do?", "Should I say yes?", "Ja?"),
+        *("Hermes wants to run a command. Say yes or no.", "Allow it or deny it", "May I allow it"),
+        # More than an answer.
+        *("Yes, and then restart it.", "No, use the other one.", "No problem.", "Yes to the first one."),
+        *("Allow everything from now on.", "Always allow.", "Do it twice.", "Yes, delete it all."),
+        "yes " * 100,
+        "He said go ahead and I said no, let us wait until tomorrow before anybody does it.",
+    ],
+)
+def test_anything_else_is_unclear(heard):
+    assert read_answer(heard) is None
+
+
+@given(st.text(), st.sampled_from(["yes", "no", "do it", "nein", ""]))
+@patient
+def test_nothing_that_is_heard_allows_more_than_once(noise, word):
+    assert read_answer(noise + word) in (None, "once", "deny")
+
+
+# ---- the event stream --------------------------------------------------------
+
+FRAMES = (
+    b": open\n\n"
+    b'id: 0\ndata: {"a": 1}\n\n'
+    b"data: one\r\n\r\n"
+    b": keepalive\n\n"
+    b"event: ignored\nretry: 5\ndata:first\ndata:  second\n\n"
+    b"\n\n"
+    b"data: gr\xc3\xbc\xc3\x9fe\n\n"
+    b"data: never ended"
+)
+
+
+def decoded(data, size=None):
+    decoder = SSEDecoder()
+    return [event for piece in pieces_of(data, size) for event in decoder.feed(piece)]
+
+
+@pytest.mark.parametrize("size", CUTS)
+def test_events_are_decoded_wherever_they_are_cut(size):
+    assert decoded(FRAMES, size) == ['{"a": 1}', "one", "first\n second", "grüße"]
+
+
+@given(st.binary(), st.integers(1, 9))
+@patient
+def test_any_bytes_decode_the_same_however_they_are_cut(data, size):
+    assert decoded(data, size) == decoded(data)
+
+
+@pytest.mark.parametrize("line", [b"data: ", b": ", b"", b"data: x\n" * 1000])
+def test_an_event_that_never_ends_is_given_up(line):
+    decoder = SSEDecoder()
+    endless = line + b"x" * (1 << 16)
+
+    with pytest.raises(Garbled):
+        deque(map(list, map(decoder.feed, itertools.repeat(endless, EVENT_LIMIT // len(endless) + 2))))
+
+
+def test_many_events_are_not_too_long_together():
+    frame = b"data: " + b"x" * 1000 + b"\n\n"
+
+    assert len(decoded(frame * (EVENT_LIMIT // 1000))) == EVENT_LIMIT // 1000
+
+
+def test_what_ended_before_an_endless_event_is_not_lost():
+    events = SSEDecoder().feed(b"data: good\n\ndata: " + b"x" * EVENT_LIMIT)
+
+    assert next(events) == "good"
+    with pytest.raises(Garbled):
+        next(events)
+
+
+# ---- recorded runs -----------------------------------------------------------
+
+TRACES = {
+    f"{path.parent.name.removeprefix('hermes-')}/{path.stem}": json.loads(path.read_text())
+    for path in sorted(FIXTURES.glob("hermes-*/*.json"))
+}
+LEFT_OUT = re.compile(r"\(\d+ chunks left out\)")
+
+
+def answers_of(trace, path):
+    """The bodies of a trace's successful GETs of a path, in their order."""
+    for exchange in TRACES[trace]["exchanges"]:
+        asked = exchange.get("request", {"method": "", "path": ""})
+        known = asked["method"] == "GET" and re.fullmatch(path, asked["path"].split("?")[0])
+        if known and exchange.get("response", {}).get("status") == 200:
+            chunks = [text for _, text in exchange["response"]["chunks"]]
+            yield "".join(text for text in chunks if not LEFT_OUT.match(text)).encode()
+
+
+def streams_of(trace):
+    return list(answers_of(trace, "/v1/runs/[^/]+/events"))
+
+
+def statuses_of(trace):
+    return [json.loads(body) for body in answers_of(trace, "/v1/runs/[^/]+")]
+
+
+def events_of(data):
+    return [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+
+
+def read(data, size=None, now=0.0, stream=None):
+    stream = stream or RunStream()
+    return [update for piece in pieces_of(data, size) for update in stream.feed(piece, now)]
+
+
+def played(trace, number=0):
+    """The updates of one of a trace's event streams."""
+    return read(streams_of(trace)[number])
+
+
+def of_type(updates, *types):
+    return [update for update in updates if update["type"] in types]
+
+
+def without(update, *fields):
+    return {key: value for key, value in update.items() if key not in fields}
+
+
+TERMINAL = {f"run.{state}" for state in FINISH_REASONS}
+RECORDED = [(trace, data, read(data)) for trace in TRACES for data in streams_of(trace)]
+
+
+@pytest.mark.parametrize("size", CUTS)
+def test_every_recorded_stream_means_the_same_wherever_it_is_cut(size):
+    for trace, data, updates in RECORDED:
+        assert read(data, size) == updates, trace
+
+
+def test_every_recorded_end_is_the_last_update_and_the_only_final_one():
+    for trace, data, updates in RECORDED:
+        ends = [event for event in events_of(data) if event["event"] in TERMINAL]
+
+        assert len(of_type(updates, "done")) == len(ends) <= 1, trace
+        assert not ends or updates[-1]["type"] == "done", trace
+
+
+def test_every_recorded_answer_is_given_whole():
+    for trace, data, updates in RECORDED:
+        outputs = [event["output"] for event in events_of(data) if event["event"] == "run.completed"]
+
+        answers = [output for output in outputs if not output.startswith("⚠️ No reply")]
+        given = [update["text"] for update in of_type(updates, "delta")]
+        assert given == answers or updates[-1]["finish_reason"] == "failed", trace
+
+
+def test_every_recorded_run_can_be_followed_and_spoken():
+    for trace, _, updates in RECORDED:
+        assert json.loads(json.dumps(updates, allow_nan=False)) == updates, trace
+        pieces = [piece for update in updates for piece in update.get("say", [])]
+        assert all(0 < len(piece.encode()) <= PIECE_BYTES for piece in pieces), trace
+
+
+def test_no_recorded_question_offers_more_than_this_run():
+    for trace, _, updates in RECORDED:
+        for question in of_type(updates, "approval"):
+            assert question["choices"] in (["once", "session", "deny"], ["once", "deny"]), trace
+            assert question["command"], trace
+
+
+def test_every_recorded_question_is_closed_once_before_the_end():
+    for trace, _, updates in RECORDED:
+        asked = [update["request_id"] for update in of_type(updates, "approval")]
+        closed = [update["request_id"] for update in of_type(updates, "approval_closed")]
+        assert closed == asked[: len(closed)], trace
+        assert len(asked) == len(closed) or not of_type(updates, "done"), trace
+
+
+BOTH = ("0.19.0", "0.22.2")
+
+
+@pytest.mark.parametrize("version", BOTH)
+@pytest.mark.parametrize(
+    ("name", "number", "choices", "endings"),
+    [
+        ("approval_once", 0, ["once", "session", "deny"], [("answered", "completed")] * 2),
+        ("approval_deny", 0, ["once", "session", "deny"], [("answered", "error")]),
+        ("approval_timeout", 0, ["once", "session", "deny"], [("timeout", "error")]),
+        ("approval_smart", 2, ["once", "deny"], [("answered", "completed"), ("answered", "error")]),
+        ("approval_session", 0, ["once", "session", "deny"], [("answered", "completed")]),
+    ],
+)
+def test_questions_are_asked_and_closed(version, name, number, choices, endings):
+    updates = played(f"{version}/{name}", number)
+
+    questions = of_type(updates, "approval")
+    found = []
+    for question in questions:
+        at = updates.index(question)
+        closed, tool = of_type(updates[at:], "approval_closed", "tool")[:2]
+        assert closed["request_id"] == question["request_id"]
+        found.append((closed["reason"], tool["status"]))
+    assert found == endings
+    assert all(question["choices"] == choices for question in questions)
+    assert updates[-1]["finish_reason"] == "stop"
+
+
+def until_question(trace, number=0):
+    """A stream that has just asked its first question."""
+    stream = RunStream()
+    for frame in streams_of(trace)[number].split(b"\n\n"):
+        read(frame + b"\n\n", stream=stream)
+        if stream.question:
+            return stream
+    raise AssertionError("it asks nothing")
+
+
+def test_a_question_without_an_id_gets_one_of_ours():
+    question = until_question("0.19.0/approval_once").question
+
+    assert (question.request_id, question.bound) == ("q0", None)
+
+
+def test_a_question_with_an_id_keeps_it():
+    question = until_question("0.22.2/approval_once").question
+
+    assert question.request_id == question.bound
+    assert re.fullmatch(r"[0-9a-f]{32}", question.bound)
+
+
+@pytest.mark.parametrize("trace", ["0.19.0/approval_smart", "0.19.0/approval_off"])
+def test_what_hermes_decides_itself_is_not_asked(trace):
+    assert not of_type(played(trace), "approval", "approval_closed")
+
+
+def test_a_sentence_about_the_work_is_progress_and_not_the_answer():
+    updates = played("0.22.2/commentary")
+
+    assert of_type(updates, "progress") == [{"type": "progress", "text": "Let me look that up first."}]
+    assert updates[-1]["say"] == ["Here is the final answer. 1 tool result(s), 0 blocked."]
+
+
+def test_what_was_streamed_before_a_tool_is_not_the_answer():
+    updates = played("0.19.0/commentary")
+
+    assert "Let me look" not in json.dumps(updates)
+    assert updates[-1]["say"] == ["Here is the final answer. 1 tool result(s), 0 blocked."]
+
+
+@pytest.mark.parametrize("version", BOTH)
+def test_a_tool_is_told_when_it_starts_and_when_it_ends(version):
+    tool = {"type": "tool", "label": "running a command", "preview": "echo hello from the tool"}
+
+    assert of_type(played(f"{version}/tool"), "tool") == [
+        {**tool, "status": "running"},
+        {**tool, "status": "completed"},
+    ]
+
+
+def test_a_tool_that_fails_is_told_as_an_error_and_the_run_goes_on():
+    updates = played("0.19.0/tool_error")
+
+    assert [tool["status"] for tool in of_type(updates, "tool")] == ["running", "error"]
+    assert updates[-1]["finish_reason"] == "stop"
+
+
+def test_finished_steps_are_kept_for_a_replacement():
+    stream = RunStream()
+
+    read(streams_of("0.19.0/multi_tool")[0], stream=stream)
+
+    assert stream.steps
+    assert all(re.fullmatch(r"running a command: .+ \(completed\)", step) for step in stream.steps)
+
+
+def test_a_preview_that_is_a_bare_key_is_left_out():
+    assert all("preview" not in tool for tool in of_type(played("0.22.2/turn_limit"), "tool"))
+
+
+@pytest.mark.parametrize("version", BOTH)
+def test_a_secret_in_a_command_reaches_nobody(version):
+    previews = [tool["preview"] for tool in of_type(played(f"{version}/redaction"), "tool")]
+
+    assert previews == ["echo OPENAI_API_KEY=•••"] * 2
+
+
+def test_a_helper_is_told_from_its_start_to_its_end():
+    updates = played("0.22.2/subagent_overlap")
+
+    assert [update["status"] for update in of_type(updates, "subagent")] == ["running", "completed"]
+    assert "helper that Hermes started" not in json.dumps(updates)
+
+
+def test_a_helper_left_behind_is_named():
+    end = played("0.22.2/subagent_background")[-1]
+
+    assert end["say"][-1] == "A helper that Hermes started is still working on a part of this."
+    assert end["say"][-1] in end["show"]
+    assert end["finish_reason"] == "stop"
+
+
+def test_an_answer_of_a_failed_run_is_given_with_the_failure():
+    updates = played("0.22.2/turn_limit")
+
+    end = updates[-1]
+    assert end["finish_reason"] == "failed"
+    assert end["error"]["code"] == "hermes_incomplete"
+    assert end["show"] == of_type(updates, "delta")[0]["text"]
+    assert end["say"]
+
+
+@pytest.mark.parametrize("trace", ["0.19.0/stop_stream", "0.22.2/stop_tool", "0.22.2/stop_last_moment"])
+def test_a_stopped_run_is_cancelled_without_an_answer(trace):
+    updates = played(trace)
+
+    assert without(updates[-1], "usage") == {
+        "type": "done",
+        "finish_reason": "cancelled",
+        "say": ["Hermes has stopped the task."],
+        "show": "Hermes has stopped the task.",
+    }
+    assert not of_type(updates, "delta")
+
+
+def test_a_run_that_hermes_left_is_interrupted():
+    end = played("0.22.2/gateway_stopped_long")[-1]
+
+    assert end["finish_reason"] == "interrupted"
+    assert end["error"]["code"] == "hermes_interrupted"
+
+
+def test_an_empty_answer_is_said_to_be_none():
+    updates = played("0.19.0/empty")
+
+    assert updates[-1]["say"] == ["Hermes finished without an answer."]
+    assert not of_type(updates, "delta")
+
+
+@pytest.mark.parametrize(
+    "output", ["⚠️ No reply: nothing came.", "explainer.empty_response", " explainer.x ", "(empty)", "", " \n"]
+)
+def test_notices_of_an_empty_answer_are_no_answer(output):
+    updates = RunStream().settle({"status": "completed", "output": output}, 0, True)
+
+    assert updates[-1]["show"] == "Hermes finished without an answer."
+
+
+@pytest.mark.parametrize("output", ["explainer.py explains it.", "(empty) is its output.", "No reply came."])
+def test_answers_that_look_like_notices_are_answers(output):
+    updates = RunStream().settle({"status": "completed", "output": output}, 0, True)
+
+    assert updates[-1]["show"] == output
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(1, "model_key_refused"), (2, "model_unreachable"), (3, "model_rate_limit"), (4, None)],
+)
+def test_a_failed_model_is_told_in_words_for_a_person(number, code):
+    end = played("0.22.2/llm_error", number)[-1]
+
+    assert end.get("error", {}).get("code") == code
+    assert "HTTP" not in json.dumps(end)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("HTTP 401: invalid api key", "model_key_refused"),
+        ("HTTP 402: payment required", "model_no_credit"),
+        ("insufficient_quota", "model_no_credit"),
+        ("HTTP 429: slow down", "model_rate_limit"),
+        ("HTTP 503: overloaded", "model_unreachable"),
+        ("Connection error.", "model_unreachable"),
+        ("Gateway shutdown interrupted the run.", "hermes_interrupted"),
+        ("'NoneType' object has no attribute 'x'", "hermes_failed"),
+        ("", "hermes_failed"),
+        (None, "hermes_failed"),
+    ],
+)
+def test_failures_have_a_code_and_a_sentence(error, code):
+    (end,) = RunStream().settle({"status": "failed", "error": error}, 0, True)
+
+    assert end["error"]["code"] == code
+    assert end["say"] == [end["error"]["message"]] == [end["show"]]
+
+
+def test_the_usage_is_passed_on():
+    assert played("0.19.0/simple")[-1]["usage"]["total_tokens"] > 0
+
+
+# ---- statuses ----------------------------------------------------------------
+
+
+STATUSES = [(trace, status) for trace in TRACES for status in statuses_of(trace)]
+
+
+def test_every_recorded_status_ends_a_run_if_it_is_final():
+    for trace, status in STATUSES:
+        stream = RunStream()
+
+        updates = stream.settle(status, 0, streaming=True)
+
+        final = status["status"] in FINISH_REASONS
+        assert [update["type"] for update in updates][-1:] == ["done"] * final, trace
+        assert stream.ended == final, trace
+
+
+def test_a_final_status_says_the_same_as_the_stream():
+    ends = {events_of(data)[-1]["run_id"]: updates[-1] for _, data, updates in RECORDED if updates}
+
+    for trace, status in STATUSES:
+        end = ends.get(status["run_id"], {})
+        if end.get("type") == "done" and status["status"] in FINISH_REASONS:
+            told = RunStream().settle(status, 0, streaming=False)[-1]
+            assert told["finish_reason"] == end["finish_reason"], trace
+            # A child that was left behind is known from events only.
+            assert told["say"] == end["say"][: len(told["say"])], trace
+
+
+def test_a_final_status_counts_once():
+    stream = RunStream()
+    status = {"status": "completed", "output": "Done."}
+
+    first = stream.settle(status, 0, streaming=True)
+
+    assert of_type(first, "done")
+    assert stream.settle(status, 0, streaming=True) == []
+    assert read(b'data: {"event": "run.failed"}\n\n', stream=stream) == []
+    assert stream.give_up("unknown", "Nobody knows.") == []
+
+
+PENDING = next(s for s in statuses_of("0.22.2/approval_unwatched") if s["status"] == "waiting_for_approval")
+
+
+def test_without_a_stream_the_status_brings_the_question():
+    stream = RunStream()
+
+    (question,) = stream.settle(PENDING, 0, streaming=False)
+
+    assert question["type"] == "approval"
+    assert question["request_id"] == PENDING["approval"]["request_id"]
+    assert stream.settle(PENDING, 1, streaming=False) == []
+
+
+def test_a_living_stream_brings_its_questions_itself():
+    assert RunStream().settle(PENDING, 0, streaming=True) == []
+
+
+def test_after_the_end_nothing_is_asked():
+    stream = RunStream()
+    stream.give_up("unknown", "Nobody knows.")
+
+    assert stream.settle(PENDING, 0, streaming=False) == []
+
+
+def test_a_question_that_ran_out_is_not_asked_again():
+    stream = RunStream()
+    stream.settle(PENDING, 0, streaming=False)
+
+    (closed,) = stream.settle(PENDING, APPROVAL_SECONDS[False], streaming=False)
+
+    assert (closed["type"], closed["reason"]) == ("approval_closed", "timeout")
+    assert stream.settle(PENDING, 1000, streaming=False) == []
+
+
+@pytest.mark.parametrize("question", [None, "x", [], {}, *({"request_id": odd} for odd in (None, 5, "ü"))])
+def test_a_question_that_cannot_be_named_is_not_asked(question):
+    status = {"status": "waiting_for_approval", "approval": question}
+
+    assert RunStream().settle(status, 0, streaming=False) == []
+
+
+def test_an_older_status_without_the_question_asks_nothing():
+    for status in statuses_of("0.19.0/approval_unwatched"):
+        assert not of_type(RunStream().settle(status, 0, streaming=False), "approval")
+
+
+def test_a_question_left_in_a_final_status_is_dead():
+    statuses = [s for s in statuses_of("0.22.2/gateway_killed_approval") if "approval" in s]
+
+    assert statuses
+    for status in statuses:
+        (end,) = RunStream().settle(status, 0, streaming=False)
+        assert end["finish_reason"] == "interrupted"
+
+
+# ---- questions ---------------------------------------------------------------
+
+
+def event(name, **fields):
+    return b"data: " + json.dumps({"event": name, **fields}).encode() + b"\n\n"
+
+
+def asking(seconds=60.0, **fields):
+    stream = RunStream()
+    stream.approval_seconds = seconds
+    read(event("approval.request", command="rm", choices=["once", "deny"], **fields), stream=stream)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("offered", "choices"),
+    [
+        (["once", "session", "always", "deny"], ["once", "session", "deny"]),
+        (["deny", "once"], ["once", "deny"]),
+        (["always"], ["once", "deny"]),
+        (["once", {}, None], ["once"]),
+        ([], ["once", "deny"]),
+        (None, ["once", "deny"]),
+        ("once", ["once", "deny"]),
+    ],
+)
+def test_a_question_offers_what_hermes_offers_and_never_always(offered, choices):
+    (question,) = read(event("approval.request", command="rm", choices=offered))
+
+    assert question["choices"] == choices
+
+
+def test_a_question_runs_out_at_its_time():
+    stream = asking(seconds=60)
+
+    assert stream.tick(59.9) == []
+    assert [update["reason"] for update in stream.tick(60)] == ["timeout"]
+    assert stream.question is None
+    assert stream.tick(61) == []
+
+
+def test_a_question_that_is_being_answered_does_not_run_out():
+    stream = asking()
+    stream.question.answering = True
+
+    assert stream.tick(1000) == []
+
+
+def test_a_newer_question_closes_the_one_before():
+    stream = asking(request_id="a")
+
+    updates = read(event("approval.request", command="mv", request_id="b"), stream=stream)
+
+    assert [(u["type"], u["request_id"]) for u in updates] == [("approval_closed", "a"), ("approval", "b")]
+
+
+def test_the_answer_to_another_question_closes_nothing():
+    stream = asking(request_id="b")
+
+    assert read(event("approval.responded", request_id="a"), stream=stream) == []
+    assert read(event("approval.responded", request_id="b"), stream=stream)[0]["reason"] == "answered"
+
+
+def test_the_end_of_the_tool_closes_its_question():
+    updates = read(event("tool.completed", tool="terminal", error=True), stream=asking())
+
+    assert [update["type"] for update in updates] == ["approval_closed", "tool"]
+
+
+def test_a_stop_closes_the_question_and_no_other_is_asked():
+    stream = asking()
+
+    assert [update["reason"] for update in stream.ask_stop()] == ["run_ended"]
+    assert read(event("approval.request", command="mv"), stream=stream) == []
+    assert stream.question is None
+
+
+def test_the_end_closes_the_question_before_it():
+    updates = read(event("run.cancelled"), stream=asking())
+
+    assert [update["type"] for update in updates] == ["approval_closed", "done"]
+
+
+# ---- odd events --------------------------------------------------------------
+
+
+def test_unknown_events_are_ignored():
+    data = event("run.dreaming", text="…") + event("message.delta", delta="x") + event("reasoning.available")
+
+    assert read(data) == []
+
+
+@pytest.mark.parametrize("garbage", [b"no", b"{", b"[]", b"5", b'"text"', b"null", b"{}", b"[" * 100_000])
+def test_what_is_no_event_is_garbled(garbage):
+    with pytest.raises(Garbled):
+        read(b"data: " + garbage + b"\n\n")
+
+
+def test_what_came_before_garbage_is_not_lost():
+    run = Talk().started("d1")
+
+    with pytest.raises(Garbled):
+        read_into(run, event("approval.request", command="rm") + b"data: nonsense\n\n")
+
+    assert run.updates[-1]["type"] == "approval"
+
+
+def test_garbage_after_the_end_is_not_read():
+    updates = read(event("run.completed", output="Done.") + b"data: nonsense\n\n")
+
+    assert updates[-1]["say"] == ["Done."]
+
+
+def test_half_a_character_is_replaced():
+    (tool,) = read(event("tool.started", tool="terminal", preview="a\ud83d"))
+    answer = read(event("run.completed", output="b\ude00."))[-1]
+
+    assert (tool["preview"], answer["say"], answer["show"]) == ("a?", ["b?."], "b?.")
+
+
+def test_only_events_count_as_heard():
+    stream = RunStream()
+
+    read(b": keepalive\n\n", now=5.0, stream=stream)
+    silent = stream.heard_at
+    read(event("message.delta", delta="x"), now=7.0, stream=stream)
+
+    assert (silent, stream.heard_at) == (float("-inf"), 7.0)
+
+
+def test_long_fields_are_cut():
+    (tool,) = read(event("tool.started", tool="t" * 1000, preview="p" * 100_000))
+
+    assert len(tool["label"]) < 100
+    assert len(tool["preview"]) == 300
+
+
+FIELDS = (
+    *("tool", "preview", "error", "text", "command", "description", "choices", "request_id", "goal"),
+    *("subagent_id", "status", "output", "usage", "seq", "approval"),
+)
+HALVES = st.text(st.characters(), max_size=20)  # lone surrogates too
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | HALVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(HALVES, inner, max_size=3),
+    max_leaves=4,
+)
+ODD_FIELDS = st.dictionaries(st.sampled_from(FIELDS), ANY_JSON, max_size=8)
+NAMES = st.sampled_from([*RUN_UPDATES])
+ODD_EVENTS = st.tuples(NAMES, ODD_FIELDS).map(lambda odd: {**odd[1], "event": odd[0]})
+
+
+@given(st.lists(ODD_EVENTS, max_size=5))
+@settings(patient, max_examples=60)
+def test_fields_of_the_wrong_type_never_raise(events):
+    data = b"".join(b"data: " + json.dumps(odd).encode() + b"\n\n" for odd in events)
+
+    updates = read(data)
+
+    finals = [number for number, update in enumerate(updates) if update["type"] == "done"]
+    assert finals in ([], [len(updates) - 1])
+    for update in updates:
+        json.dumps(update)
+        assert all(len(piece.encode()) <= PIECE_BYTES for piece in update.get("say", []))
+
+
+STATES = st.sampled_from([*FINISH_REASONS, "queued", "running", "waiting_for_approval", "stopping", "new"])
+
+
+@given(ODD_FIELDS, STATES | ANY_JSON, st.booleans())
+@settings(patient, max_examples=60)
+def test_statuses_of_the_wrong_type_never_raise(fields, state, streaming):
+    stream = RunStream()
+
+    updates = stream.settle({**fields, "status": state}, 0, streaming)
+
+    assert stream.ended == (isinstance(state, str) and state in FINISH_REASONS)
+    assert len(of_type(updates, "done")) == stream.ended
+
+
+# ---- the run book ------------------------------------------------------------
+
+
+class Talk:
+    """One conversation's way through a run book."""
+
+    def __init__(self, book=None, name="talk"):
+        self.book = book or RunBook()
+        self.name = name
+        self.count = 0
+
+    def claim(self, delegation, text="Go."):
+        self.count += 1
+        return self.book.claim(self.name, delegation, [user(text)], f"{self.name}-r{self.count}", 0.0)
+
+    def started(self, delegation, text="Go."):
+        run, _ = self.claim(delegation, text)
+        self.book.begin(run)
+        self.book.accepted(run, f"hermes-{run.id}", 60)
+        return run
+
+
+def end(run, state="completed"):
+    output = {"output": "Done."} if state == "completed" else {}
+    run.publish(run.stream.settle({"status": state, **output}, 0, False))
+
+
+def told(run, kind):
+    return [update for update in run.updates if update["type"] == kind]
+
+
+def test_a_delegation_gets_a_run_to_work_on():
+    run, new = Talk().claim("d1", "Buy milk.")
+
+    assert new
+    assert (run.state, run.asked, run.delegations) == ("queued", "Buy milk.", ["d1"])
+
+
+def test_the_same_delegation_finds_its_run_at_any_time():
+    talk = Talk()
+    run, _ = talk.claim("d1")
+    found = [talk.claim("d1")]
+    talk.book.begin(run)
+    found.append(talk.claim("d1"))
+    talk.book.accepted(run, "h1", 60)
+    end(run)
+    found.append(talk.claim("d1"))
+
+    assert found == [(run, False)] * 3
+    assert talk.book.of("talk") == [run]
+
+
+def test_the_same_delegation_of_another_conversation_is_another_one():
+    talk = Talk()
+    run, _ = talk.claim("d1")
+
+    other, new = Talk(talk.book, "other").claim("d1")
+
+    assert new
+    assert other is not run
+    assert other.replaces is None
+
+
+def test_two_claims_at_once_become_one_run_with_all_words():
+    talk = Talk()
+    run, _ = talk.claim("d1", "Buy milk.")
+
+    joined, new = talk.claim("d2", "And bread.")
+
+    assert (joined, new) == (run, False)
+    assert run.delegations == ["d1", "d2"]
+    assert talk.book.begin(run).endswith("User: Buy milk.\nUser: And bread.")
+
+
+def test_a_claim_while_hermes_is_being_asked_waits_for_that_run():
+    talk = Talk()
+    first, _ = talk.claim("d1")
+    talk.book.begin(first)
+
+    second, new = talk.claim("d2")
+
+    assert new
+    assert (first.state, second.state, second.replaces) == ("starting", "queued", first)
+
+
+def test_a_run_does_not_begin_before_the_one_it_replaces_has_ended():
+    talk = Talk()
+    talk.started("d1")
+    second, _ = talk.claim("d2")
+
+    with pytest.raises(AssertionError):
+        talk.book.begin(second)
+
+    assert second.state == "queued"
+
+
+def test_a_replacement_is_asked_for_both():
+    talk = Talk()
+    first = talk.started("d1", "Buy milk.")
+    read_into(first, event("tool.completed", tool="terminal"))
+    second, _ = talk.claim("d2", "No, bread.")
+    assert talk.book.ask_stop(first) == first.hermes_id
+    end(first, "cancelled")
+
+    asked = talk.book.begin(second)
+
+    assert asked == replacement_text(["Buy milk."], ["running a command (completed)"], "No, bread.")
+    assert second.state == "starting"
+
+
+def read_into(run, data):
+    run.publish(run.stream.feed(data, 0.0))
+
+
+def test_a_replacement_of_a_replacement_is_asked_for_all_three():
+    talk = Talk()
+    first = talk.started("d1", "Buy milk.")
+    read_into(first, event("tool.completed", tool="terminal"))
+    second, _ = talk.claim("d2", "And bread.")
+    talk.book.ask_stop(first)
+    end(first, "cancelled")
+    talk.book.begin(second)
+    talk.book.accepted(second, "h2", 60)
+    read_into(second, event("tool.completed", tool="memory"))
+    third, _ = talk.claim("d3", "And eggs.")
+    talk.book.ask_stop(second)
+    end(second, "cancelled")
+
+    asked = talk.book.begin(third)
+
+    steps = ["running a command (completed)", "using its memory (completed)"]
+    assert asked == replacement_text(["Buy milk.", "And bread."], steps, "And eggs.")
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted", "cancelled"])
+def test_what_was_asked_of_a_run_that_broke_off_is_asked_again(state):
+    talk = Talk()
+    first = talk.started("d1", "Buy milk.")
+    second, _ = talk.claim("d2", "No, bread.")
+    end(first, state)
+
+    assert "Buy milk." in talk.book.begin(second)
+
+
+def test_what_was_done_in_the_meantime_is_not_asked_again():
+    talk = Talk()
+    first = talk.started("d1", "Buy milk.")
+    second, _ = talk.claim("d2", "And bread.")
+    end(first, "completed")
+
+    assert talk.book.begin(second) == "And bread."
+    assert told(first, "done")[0]["say"] == ["Done."]
+
+
+def test_what_the_user_stopped_is_not_asked_again():
+    talk = Talk()
+    first = talk.started("d1", "Buy milk.")
+    talk.book.ask_stop(first)
+    second, _ = talk.claim("d2", "Buy bread.")
+    end(first, "cancelled")
+
+    assert talk.book.begin(second) == "Buy bread."
+
+
+def test_a_replaced_run_is_cancelled_in_silence():
+    talk = Talk()
+    first = talk.started("d1")
+    second, _ = talk.claim("d2")
+    talk.book.ask_stop(first)
+
+    end(first, "cancelled")
+
+    assert (first.final["superseded_by"], first.final["say"], first.final["show"]) == (second.id, [], "")
+
+
+def test_a_run_that_the_user_stopped_is_cancelled_aloud():
+    talk = Talk()
+    first = talk.started("d1")
+    talk.book.ask_stop(first)
+    talk.claim("d2")
+
+    end(first, "cancelled")
+
+    assert first.final["say"] == ["Hermes has stopped the task."]
+    assert "superseded_by" not in first.final
+
+
+def test_a_claim_after_the_end_replaces_nothing():
+    talk = Talk()
+    end(talk.started("d1"))
+
+    second, new = talk.claim("d2")
+
+    assert new
+    assert second.replaces is None
+
+
+def test_a_stop_before_hermes_has_answered_is_due_when_it_has():
+    talk = Talk()
+    run, _ = talk.claim("d1")
+    talk.book.begin(run)
+
+    assert talk.book.ask_stop(run) == ""
+    assert run.state == "starting"
+    assert talk.book.accepted(run, "h1", 60) is True
+    assert run.state == "stopping"
+
+
+def test_a_stop_after_hermes_has_answered_is_due_at_once():
+    talk = Talk()
+    run, _ = talk.claim("d1")
+    talk.book.begin(run)
+
+    assert talk.book.accepted(run, "h1", 60) is False
+    assert run.state == "running"
+    assert talk.book.ask_stop(run) == "h1"
+    assert run.state == "stopping"
+
+
+def test_stopping_twice_asks_hermes_twice_and_tells_the_page_once():
+    talk = Talk()
+    run = talk.started("d1")
+
+    assert [talk.book.ask_stop(run), talk.book.ask_stop(run)] == [run.hermes_id] * 2
+    assert [update["state"] for update in told(run, "run")] == ["starting", "running", "stopping"]
+
+
+def test_a_stop_while_queued_ends_the_run_unstarted():
+    talk = Talk()
+    first = talk.started("d1")
+    second, _ = talk.claim("d2")
+
+    assert talk.book.ask_stop(second) == ""
+    assert second.final["finish_reason"] == "cancelled"
+    end(first)
+    assert talk.book.begin(second) is None
+    assert second.state == "ended"
+
+
+def test_a_stop_after_the_end_changes_nothing():
+    run = Talk().started("d1")
+    end(run)
+    updates = list(run.updates)
+
+    assert RunBook().ask_stop(run) == ""
+    assert (run.state, list(run.updates)) == ("ended", updates)
+
+
+def test_a_claim_after_a_stop_while_queued_waits_for_the_run_that_works():
+    talk = Talk()
+    first = talk.started("d1")
+    second, _ = talk.claim("d2")
+    talk.book.ask_stop(second)
+
+    third, new = talk.claim("d3")
+
+    assert new
+    assert third.replaces is first
+
+
+def test_nothing_follows_the_final_update():
+    talk = Talk()
+    run = talk.started("d1")
+    end(run)
+    final = run.final
+
+    run.publish([{"type": "tool"}, {"type": "done", "finish_reason": "stop", "say": [], "show": ""}])
+    run.change("running")
+    end(run, "failed")
+
+    assert run.final is final is run.updates[-1]
+    assert run.state == "ended"
+
+
+def test_updates_are_numbered_and_the_newest_are_kept():
+    run = Talk().started("d1")
+
+    run.publish({"type": "tool"} for _ in range(UPDATES_LIMIT + 100))
+
+    numbers = [update["seq"] for update in run.updates]
+    assert len(numbers) == UPDATES_LIMIT
+    assert numbers == list(range(run.seq - UPDATES_LIMIT + 1, run.seq + 1))
+
+
+def test_a_question_carries_its_runs_id():
+    run = Talk().started("d1")
+
+    read_into(run, event("approval.request", command="rm"))
+
+    assert run.updates[-1]["run_id"] == run.id
+
+
+def test_too_many_runs_are_refused_until_one_has_ended():
+    book = RunBook()
+    runs = [Talk(book, f"talk{number}").started("d") for number in range(ACTIVE_LIMIT)]
+    late = Talk(book, "late")
+
+    with pytest.raises(TooMany):
+        late.claim("d")
+    assert Talk(book, "talk0").claim("d") == (runs[0], False)
+    end(runs[0])
+
+    assert late.claim("d")[1]
+
+
+def test_the_oldest_ended_runs_are_forgotten_first():
+    book = RunBook()
+    working = Talk(book, "working").started("d")
+    for number in range(RUNS_LIMIT + 10):
+        end(Talk(book, f"talk{number}").started("d"))
+
+    assert book.get(working.id) is working
+    with pytest.raises(NotFound):
+        book.get("talk0-r1")
+    assert book.get(f"talk{RUNS_LIMIT + 9}-r1")
+
+
+def test_an_unknown_run_is_not_found():
+    with pytest.raises(NotFound):
+        RunBook().get("r1")
+
+
+WORK = st.sampled_from([name for name in RUN_UPDATES if name not in TERMINAL])
+PICK = st.integers(0, 5)  # which of the runs that are in the right state
+UNENDED = ("queued", "starting", "running", "stopping")
+AT_HERMES = ("running", "stopping")
+
+
+def if_one_is(*states):
+    return precondition(lambda machine: machine.runs(*states))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever the order of calls, what is written at the top of the run book stays true."""
+
+    def __init__(self):
+        super().__init__()
+        self.book = RunBook()
+        self.all = []
+        self.owners = {}
+        self.finals = {}
+        self.stops = set()  # runs whose stop was asked
+        self.due = set()  # runs whose stop is to be passed on to Hermes
+
+    def runs(self, *states):
+        return [run for run in self.all if run.state in states]
+
+    def one(self, pick, *states):
+        return self.runs(*states)[pick % len(self.runs(*states))]
+
+    @rule(conversation=st.sampled_from("ab"), delegation=st.sampled_from("123456789"))
+    def claim(self, conversation, delegation):
+        name = f"r{len(self.all)}"
+        run, new = self.book.claim(conversation, delegation, [user(f"words for {name}")], name, 0.0)
+        assert self.owners.setdefault((conversation, delegation), run) is run
+        assert new == (run not in self.all)
+        self.all += [run] * new
+
+    @if_one_is("queued")
+    @rule(pick=PICK)
+    def begin(self, pick):
+        run = self.one(pick, "queued")
+        if run.replaces and not run.replaces.final:
+            with pytest.raises(AssertionError):
+                self.book.begin(run)
+        else:
+            assert run.asked in self.book.begin(run)
+
+    @if_one_is("starting")
+    @rule(pick=PICK)
+    def accept(self, pick):
+        run = self.one(pick, "starting")
+        if self.book.accepted(run, f"hermes-{run.id}", 60):
+            self.due.add(run.id)
+
+    @if_one_is("queued", "starting")
+    @rule(pick=PICK)
+    def fail(self, pick):
+        run = self.one(pick, "queued", "starting")
+        run.publish(run.stream.give_up("failed", "Hermes said no."))
+
+    @if_one_is(*UNENDED)
+    @rule(pick=PICK)
+    def ask_stop(self, pick):
+        run = self.one(pick, *UNENDED)
+        self.stops.add(run.id)
+        if self.book.ask_stop(run):
+            self.due.add(run.id)
+
+    @if_one_is(*AT_HERMES)
+    @rule(pick=PICK, name=WORK)
+    def work(self, pick, name):
+        read_into(self.one(pick, *AT_HERMES), event(name, tool="terminal", command="rm"))
+
+    @if_one_is(*AT_HERMES)
+    @rule(pick=PICK, state=st.sampled_from([*FINISH_REASONS]), by_status=st.booleans())
+    def finish(self, pick, state, by_status):
+        run = self.one(pick, *AT_HERMES)
+        if by_status:
+            end(run, state)
+        else:
+            read_into(run, event(f"run.{state}", output="Done."))
+
+    @if_one_is("ended")
+    @rule(pick=PICK)
+    def come_late(self, pick):
+        run = self.one(pick, "ended")
+        assert self.book.ask_stop(run) == ""
+        read_into(run, event("tool.started") + event("run.failed"))
+        run.publish(run.stream.give_up("unknown", "Nobody knows."))
+        run.publish([{"type": "tool"}, {"type": "done", "finish_reason": "stop"}])
+
+    @invariant()
+    def one_run_works(self):
+        for conversation in "ab":
+            states = [run.state for run in self.book.of(conversation)]
+            assert sum(state in ("starting", "running", "stopping") for state in states) <= 1
+
+    @invariant()
+    def one_run_waits_and_it_is_the_newest(self):
+        for conversation in "ab":
+            states = [run.state for run in self.book.of(conversation)]
+            assert "queued" not in states[:-1]
+
+    @invariant()
+    def a_delegation_belongs_to_one_run(self):
+        for (conversation, delegation), owner in self.owners.items():
+            runs = [run for run in self.all if run.conversation == conversation]
+            assert [run for run in runs if delegation in run.delegations] == [owner]
+
+    @invariant()
+    def no_stop_is_forgotten(self):
+        for run in self.all:
+            if run.id in self.stops and run.hermes_id and not run.final:
+                assert run.state == "stopping"
+                assert run.id in self.due
+                assert run.stream.question is None
+
+    @invariant()
+    def a_final_update_is_given_once_and_is_the_last(self):
+        for run in self.all:
+            finals = [update for update in run.updates if update["type"] == "done"]
+            assert finals == ([run.final] if run.final else [])
+            assert (run.state == "ended") == bool(run.final)
+            if run.final:
+                assert self.finals.setdefault(run.id, run.final) is run.final is run.updates[-1]
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(patient, max_examples=60, stateful_step_count=40)

@@ -1,0 +1,1131 @@
+"""The server over real HTTP: gate, routes, bodies, files, streams, shutdown.
+
+After every test nothing that was answered or logged may hold a secret.
+"""
+
+import contextlib
+import http.client
+import json
+import logging
+import re
+import socket
+import threading
+
+import pytest
+from scripted_hermes import ScriptedHermes, reply
+from working_hermes import WorkingHermes
+
+from hermes_voice import (
+    BODY_LIMIT,
+    ROUTES,
+    SECURITY_HEADERS,
+    SHUTDOWN_SECONDS,
+    App,
+    Config,
+    Hermes,
+    OpenAI,
+    Server,
+    Waits,
+    read_page,
+    serve_until,
+)
+
+TIMEOUT = 10  # seconds
+SOON = 0.05  # seconds, for what a test waits out
+SECRETS = {"openai": "canary-openai-key", "hermes": "canary-hermes-key", "access": "canary-access-token"}
+TOKEN = f"Bearer {SECRETS['access']}"
+CALL = {"sdp": "v=0\r\nm=audio 9\r\n"}
+PAGE = {
+    "index.html": "text/html; charset=utf-8",
+    "app.js": "text/javascript; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+    "icon.png": "image/png",
+    "app.webmanifest": "application/manifest+json",
+}
+
+
+class House:
+    """A server between its upstreams, and a client that sends exactly what it is told."""
+
+    def __init__(self, stack, folder, access=None, hosts=(), request_seconds=TIMEOUT, **waits):
+        self.hermes = stack.enter_context(WorkingHermes())
+        self.openai = stack.enter_context(ScriptedHermes())
+        self.app = App(
+            Config(public_hosts=hosts),
+            access,
+            OpenAI(f"{self.openai.url}/v1", SECRETS["openai"]),
+            Hermes(self.hermes.url, SECRETS["hermes"]),
+        )
+        self.app.waits = Waits(**{"first": 0.01, "slowest": 0.01} | waits)
+        self.server = Server(("127.0.0.1", 0), self.app, read_page(folder), request_seconds)
+        self.port = self.server.server_port
+        self.host = f"localhost:{self.port}"
+        self.token = TOKEN if access else None
+        self.received = []
+        self.stack = stack
+
+    def start(self):
+        thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        thread.start()
+
+        def stop():
+            self.server.shutdown()
+            self.server.server_close()
+            with self.app.changed:
+                for run in [*self.app.book.of("c1"), *self.app.book.of("c2")]:
+                    run.publish(run.stream.give_up("unknown", "The test is over."))
+            self.app.close()
+            thread.join(TIMEOUT)
+
+        self.stack.callback(stop)
+        return self
+
+    def connect(self):
+        return self.stack.enter_context(Connection(self))
+
+    def raw(self, data, method="GET"):
+        """The answer to these bytes, sent on a connection of their own."""
+        with Connection(self) as connection:
+            connection.send(data)
+            return connection.answer(method)
+
+    def ask(self, method, path, body=None, **headers):
+        """The answer to a request on a connection of its own."""
+        with Connection(self) as connection:
+            return connection.ask(method, path, body, **headers)
+
+    def delegate(self, text="Work.", **fields):
+        """An open stream that follows a new run."""
+        body = {"hermes_session": "c1", "lines": [{"speaker": "user", "text": text}], **fields}
+        return self.connect().open("POST", "/delegate", body)
+
+
+class Connection:
+    """One connection of a client."""
+
+    def __init__(self, house):
+        self.house = house
+        self.socket = socket.create_connection(("127.0.0.1", house.port), TIMEOUT)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.socket.close()
+
+    def send(self, data):
+        self.socket.sendall(data)
+
+    def request(self, method, path, body=None, **headers):
+        """Send a request. A header that is None is left out, `_` in names stands for `-`."""
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        lines = {"Host": self.house.host, "Authorization": self.house.token}
+        if body is not None:
+            lines |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+        lines |= {name.replace("_", "-"): value for name, value in headers.items()}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value is not None)
+        self.send(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + (body or b""))
+
+    def answer(self, method="GET"):
+        """Read one whole answer."""
+        response = http.client.HTTPResponse(self.socket, method=method)
+        response.begin()
+        response.data = response.read()
+        self.house.received.append(str(response.headers) + response.data.decode())
+        return response
+
+    def ask(self, method, path, body=None, **headers):
+        self.request(method, path, body, **headers)
+        return self.answer(method)
+
+    def open(self, method, path, body=None, **headers):
+        """Send a request whose answer is a stream."""
+        self.request(method, path, body, **headers)
+        response = http.client.HTTPResponse(self.socket, method=method)
+        response.begin()
+        self.house.received.append(str(response.headers))
+        return Stream(self, response)
+
+    def at_end(self):
+        """Whether the server has closed the connection without a word."""
+        return self.socket.recv(1) == b""
+
+
+class Stream:
+    """An NDJSON answer that is read line by line."""
+
+    def __init__(self, connection, response):
+        self.connection, self.response = connection, response
+        self.updates = []
+        self.run_id = self.next()["run_id"]
+
+    def next(self):
+        """The next update, None at the end."""
+        line = self.response.readline()
+        if not line:
+            return None
+        self.connection.house.received.append(line.decode())
+        self.updates.append(json.loads(line))
+        return self.updates[-1]
+
+    def wait(self, kind):
+        """Read up to an update of this type."""
+        while (update := self.next()) and update["type"] != kind:
+            pass
+        assert update, self.updates
+        return update
+
+    def read(self):
+        """Read to the end. Return all updates."""
+        while self.next():
+            pass
+        return self.updates
+
+    def vanish(self):
+        self.response.close()
+        self.connection.socket.close()
+
+
+def error_of(response):
+    """The code of an error, which has its shape."""
+    body = json.loads(response.data)
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"code", "message"}
+    assert response.headers["Content-Type"] == "application/json"
+    return body["error"]["code"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A page's folder, and things around it that are not the page."""
+    folder = tmp_path / "static"
+    folder.mkdir()
+    for name in PAGE:
+        (folder / name).write_bytes(f"This is {name}".encode())
+    for path in (tmp_path / "secret.html", folder / "notes.txt", folder / ".env", folder / "app.js~"):
+        path.write_text("not the page")
+    return folder
+
+
+@pytest.fixture
+def build(folder, caplog):
+    """A function: build a server with these settings, without starting it."""
+    caplog.set_level(logging.DEBUG, "hermes_voice")
+    houses = []
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings):
+            houses.append(House(stack, folder, **settings))
+            return houses[-1]
+
+        yield make
+    for secret in SECRETS.values():
+        assert secret not in caplog.text
+        assert all(secret not in text for house in houses for text in house.received)
+
+
+@pytest.fixture
+def serve(build):
+    """A function: a running server with these settings."""
+    return lambda **settings: build(**settings).start()
+
+
+# ---- the gate ----------------------------------------------------------------
+
+OURS = [
+    "localhost",
+    "localhost:PORT",
+    "LocalHost:PORT",
+    "localhost.",
+    "localhost.:PORT",
+    "127.0.0.1",
+    "127.0.0.1:PORT",
+    "127.0.0.1.:PORT",
+    "[::1]",
+    "[::1]:PORT",
+    "192.168.1.5:8790",
+    "[fe80::1]:8790",
+    "voice.example",
+    "VOICE.example:443",
+    "voice.example.",
+]
+NOT_OURS = [
+    "evil.example",
+    "evil.example:PORT",
+    "127.evil.example",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "voice.example.evil.example",
+    "evilvoice.example",
+    "localhost..",
+    "localhost:port",
+    "localhost:PORT:PORT",
+    "localhost@evil.example",
+    "evil.example/localhost",
+    "localhost, evil.example",
+    "local host",
+    "::1",
+    "[::1",
+    "[]",
+    "[evil.example]",
+    "0x7f000001",
+    "2130706433",
+    "",
+    ":PORT",
+    "*",
+]
+EVERYWHERE = ["/", "/healthz", "/config", "/nothing"]
+
+
+@pytest.mark.parametrize("host", OURS)
+def test_a_host_of_ours_is_answered(serve, host):
+    house = serve(hosts=("voice.example",))
+
+    for path in ("/", "/healthz", "/config"):
+        assert house.ask("GET", path, Host=host.replace("PORT", str(house.port))).status == 200
+
+
+@pytest.mark.parametrize("host", [*NOT_OURS, None])
+def test_a_host_that_is_not_ours_is_misdirected(serve, host):
+    house = serve(hosts=("voice.example",))
+
+    for path in EVERYWHERE:
+        answer = house.ask("GET", path, Host=host and host.replace("PORT", str(house.port)))
+        assert (answer.status, error_of(answer)) == (421, "misdirected")
+
+
+@pytest.mark.parametrize("second", ["localhost", "evil.example"])
+def test_two_hosts_are_misdirected(serve, second):
+    house = serve()
+
+    answer = house.raw(f"GET / HTTP/1.1\r\nHost: localhost\r\nHost: {second}\r\n\r\n".encode())
+
+    assert answer.status == 421
+
+
+SAME_ORIGIN = [
+    ("localhost:PORT", "http://localhost:PORT"),
+    ("LOCALHOST:PORT", "HTTP://localhost:PORT"),
+    ("[::1]:PORT", "http://[::1]:PORT"),
+    ("localhost", "http://localhost"),
+    ("localhost:80", "http://localhost"),
+    ("localhost", "http://localhost:80"),
+    ("voice.example", "https://voice.example"),
+    ("voice.example", "https://voice.example:443"),
+    ("voice.example:443", "https://voice.example"),
+    ("localhost:PORT", None),
+]
+OTHER_ORIGIN = [
+    ("localhost:PORT", "http://evil.example"),
+    ("localhost:PORT", "http://evil.example:PORT"),
+    ("localhost:PORT", "http://localhost"),
+    ("localhost:PORT", "http://localhost:1"),
+    ("localhost:PORT", "http://127.0.0.1:PORT"),
+    ("localhost:PORT", "http://localhost:PORT.evil.example"),
+    ("localhost:PORT", "http://localhost:PORT@evil.example"),
+    ("localhost:PORT", "http://evil.example, http://localhost:PORT"),
+    ("localhost:PORT", "localhost:PORT"),
+    ("localhost:PORT", "ftp://localhost:PORT"),
+    ("localhost:PORT", "chrome-extension://localhost:PORT"),
+    ("localhost:443", "http://localhost"),
+    ("localhost:80", "https://localhost"),
+    ("localhost:PORT", "file://"),
+    ("localhost:PORT", "null"),
+    ("localhost:PORT", ""),
+]
+
+
+@pytest.mark.parametrize(("host", "origin"), SAME_ORIGIN)
+def test_the_page_s_own_origin_is_answered(serve, host, origin):
+    house = serve(hosts=("voice.example",))
+    headers = with_port({"Host": host, "Origin": origin}, house)
+
+    assert house.ask("GET", "/config", **headers).status == 200
+    assert house.ask("POST", "/approve", {}, **headers).status == 400
+
+
+@pytest.mark.parametrize(("host", "origin"), OTHER_ORIGIN)
+def test_another_origin_is_refused_everywhere(serve, host, origin):
+    house = serve()
+    headers = with_port({"Host": host, "Origin": origin}, house)
+
+    for path in EVERYWHERE:
+        answer = house.ask("GET", path, **headers)
+        assert (answer.status, error_of(answer)) == (403, "forbidden")
+    assert house.ask("POST", "/delegate", {}, **headers).status == 403
+    assert house.ask("OPTIONS", "/delegate", **headers).status == 403
+    assert house.hermes.seen == []
+
+
+def with_port(headers, house):
+    return {name: value and value.replace("PORT", str(house.port)) for name, value in headers.items()}
+
+
+def test_one_foreign_origin_among_two_is_refused(serve):
+    house = serve()
+    origins = f"Origin: http://{house.host}\r\nOrigin: http://evil.example\r\n"
+
+    answer = house.raw(f"GET / HTTP/1.1\r\nHost: {house.host}\r\n{origins}\r\n".encode())
+
+    assert answer.status == 403
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "site", "mode", "destination", "status"),
+    [
+        ("GET", "/", "cross-site", "navigate", "document", 200),
+        ("HEAD", "/", "cross-site", "navigate", "document", 200),
+        ("GET", "/", "cross-site", "navigate", "iframe", 403),
+        ("GET", "/", "cross-site", "no-cors", "image", 403),
+        ("GET", "/app.js", "cross-site", "no-cors", "script", 403),
+        ("GET", "/config", "cross-site", "navigate", "document", 403),
+        ("GET", "/healthz", "cross-site", "no-cors", "empty", 403),
+        ("POST", "/", "cross-site", "navigate", "document", 403),
+        ("POST", "/approve", "cross-site", "navigate", "document", 403),
+        ("GET", "/config", "same-origin", "cors", "empty", 200),
+        ("GET", "/", "same-site", "navigate", "document", 200),
+        ("GET", "/", "none", "navigate", "document", 200),
+    ],
+)
+def test_other_sites_may_only_link_to_the_page(serve, method, path, site, mode, destination, status):
+    house = serve()
+    metadata = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode, "Sec_Fetch_Dest": destination}
+
+    answer = house.ask(method, path, {} if method == "POST" else None, **metadata)
+
+    assert answer.status == status
+
+
+RIGHT = [TOKEN, f"bearer {SECRETS['access']}", f"BEARER   {SECRETS['access']}  "]
+WRONG = [
+    None,
+    "",
+    "Bearer",
+    "Bearer ",
+    SECRETS["access"],
+    f"Basic {SECRETS['access']}",
+    f"Bearer {SECRETS['access']}x",
+    f"Bearer {SECRETS['access'][:-1]}",
+    f"Bearer {SECRETS['access'].upper()}",
+    f"Bearer {SECRETS['access']} {SECRETS['access']}",
+    "Bearer caf\u00e9",
+    "Bearer \u00c3\u00a9",
+    "Bearer \x00",
+]
+
+
+@pytest.mark.parametrize("token", RIGHT)
+def test_the_right_token_is_let_in(serve, token):
+    house = serve(access=SECRETS["access"])
+
+    assert house.ask("GET", "/config", Authorization=token).status == 200
+
+
+@pytest.mark.parametrize("token", WRONG)
+def test_a_wrong_token_is_refused(serve, token):
+    house = serve(access=SECRETS["access"])
+
+    answer = house.ask("GET", "/config", Authorization=token)
+
+    assert (answer.status, error_of(answer)) == (401, "unauthorized")
+
+
+def test_a_token_counts_in_its_header_only(serve):
+    house = serve(access=SECRETS["access"])
+    house.token = None
+
+    assert house.ask("GET", f"/config?token={SECRETS['access'][:9]}").status == 401
+    assert house.ask("GET", "/config", Cookie=f"token={SECRETS['access']}").status == 401
+
+
+@pytest.mark.parametrize(("method", "path", "_", "needs_token"), ROUTES)
+def test_every_route_says_whether_it_needs_the_token(serve, method, path, _, needs_token):
+    house = serve(access=SECRETS["access"])
+    path, body = path.replace("<id>", "abc"), {} if method == "POST" else None
+    house.token = None
+
+    assert (house.ask(method, path, body).status == 401) == needs_token
+    house.token = TOKEN
+    assert house.ask(method, path, body).status != 401
+    assert (house.hermes.seen, house.openai.seen) == ([], [])
+
+
+def test_only_health_and_the_page_are_open():
+    assert [path for _, path, _, needs_token in ROUTES if not needs_token] == ["/healthz"]
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/runs/abc", "/runs/abc/nothing", "/delegate/", "/config/x"])
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
+def test_an_unknown_path_is_told_to_who_has_the_token(serve, method, path):
+    house = serve(access=SECRETS["access"])
+    assert house.ask(method, path).status == 404
+    house.token = None
+
+    assert house.ask(method, path).status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/", "GET HEAD"),
+        ("/app.js", "GET HEAD"),
+        ("/healthz", "GET HEAD"),
+        ("/config", "GET HEAD"),
+        ("/runs", "GET HEAD"),
+        ("/runs/abc/updates", "GET HEAD"),
+        ("/runs/abc/stop", "POST"),
+        ("/session", "POST"),
+        ("/session/close", "POST"),
+        ("/delegate", "POST"),
+        ("/approve", "POST"),
+    ],
+)
+def test_a_known_path_takes_its_methods_only(serve, path, methods):
+    house = serve(access=SECRETS["access"])
+
+    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+        answer = house.ask(method, path, {} if method in ("POST", "PUT", "PATCH") else None)
+        assert (answer.status == 405) == (method not in methods.split()), method
+        if answer.status == 405 and method != "HEAD":
+            assert error_of(answer) == "wrong_method"
+
+
+# ---- bodies ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Content_Type": None}, 415, "wrong_type"),
+        ({"Content_Type": "text/plain"}, 415, "wrong_type"),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415, "wrong_type"),
+        ({"Content_Type": "application/jsonx"}, 415, "wrong_type"),
+        ({"Content_Length": None}, 411, "no_length"),
+        ({"Content_Length": "two"}, 411, "no_length"),
+        ({"Content_Length": "-2"}, 411, "no_length"),
+        ({"Content_Length": "+2"}, 411, "no_length"),
+        ({"Content_Length": "2, 2"}, 411, "no_length"),
+        ({"Content_Length": "0x2"}, 411, "no_length"),
+        ({"Content_Length": "2\r\nContent-Length: 2"}, 411, "no_length"),
+        ({"Transfer_Encoding": "chunked"}, 411, "no_length"),
+        ({"Content_Length": None, "Transfer_Encoding": "chunked"}, 411, "no_length"),
+        ({"Content_Length": None, "Transfer_Encoding": "gzip, chunked"}, 411, "no_length"),
+        ({"Content_Length": str(BODY_LIMIT + 1)}, 413, "too_large"),
+        ({"Content_Length": "9" * 12}, 413, "too_large"),
+        ({"Content_Length": "9" * 40}, 411, "no_length"),
+    ],
+)
+def test_a_body_needs_its_type_and_its_length(serve, headers, status, code):
+    house = serve()
+    with house.connect() as connection:
+        connection.request("POST", "/approve", b"{}", **headers)
+        connection.socket.shutdown(socket.SHUT_WR)
+
+        answer = connection.answer()
+
+        assert (answer.status, error_of(answer)) == (status, code)
+        assert answer.headers["Connection"] == "close"
+        assert connection.at_end()
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON"])
+def test_json_is_taken_by_any_of_its_names(serve, kind):
+    house = serve()
+
+    answer = house.ask("POST", "/approve", {}, Content_Type=kind)
+
+    assert (answer.status, error_of(answer)) == (400, "bad_request")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[]",
+        b"5",
+        b"null",
+        b'"text"',
+        b'{"a": "\xff"}',
+        b'{"a": 1} {"b": 2}',
+        b"[" * 100_000,
+        b'{"a":' * 40_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda body: body[:10].decode("latin-1"),
+)
+def test_a_body_is_one_json_object(serve, body):
+    house = serve()
+
+    answer = house.ask("POST", "/approve", body)
+
+    assert (answer.status, error_of(answer)) == (400, "bad_request")
+    assert "'" not in json.loads(answer.data)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/session", {"sdp": 5}, "sdp"),
+        ("/session", {"sdp": "v=0\r\nm=audio", "voice": 5}, "voice"),
+        ("/session/close", {"session_id": ["live_1"]}, "session_id"),
+        ("/delegate", {"hermes_session": {}}, "hermes_session"),
+        ("/delegate", {"hermes_session": "c1", "lines": {}}, "lines"),
+        ("/delegate", {"hermes_session": "c1", "lines": [{"speaker": {}}]}, "lines[0]"),
+        ("/approve", {"run_id": 5, "choice": "once"}, "run_id"),
+        ("/approve", {"run_id": "abc", "choice": {}}, "choice"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(serve, path, body, named):
+    house = serve()
+
+    answer = house.ask("POST", path, body)
+
+    assert answer.status == 400
+    assert f"'{named}'" in json.loads(answer.data)["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["hermes_session", "text"])
+def test_half_a_character_is_refused(serve, field):
+    house = serve()
+    text = {"hermes_session": "c1", "text": "Hi"} | {field: "\ud83d"}
+    body = {"hermes_session": text["hermes_session"], "lines": [{"speaker": "user", "text": text["text"]}]}
+
+    answer = house.ask("POST", "/delegate", body)
+
+    assert answer.status == 400
+    assert field in json.loads(answer.data)["error"]["message"]
+
+
+@pytest.mark.parametrize("query", ["", "?conversation=", "?conversation=a%2Fb", "?conversation=..", "?x=c1"])
+def test_a_conversation_is_named_by_its_id(serve, query):
+    assert serve().ask("GET", f"/runs{query}").status == 400
+
+
+@pytest.mark.parametrize("after", ["x", "-1", "1.5", "%20", "9" * 10, "\u0661"])
+def test_an_update_is_named_by_its_number(serve, after):
+    house = serve()
+    stream = house.delegate()
+
+    path = f"/runs/{stream.run_id}/updates?after={after}"
+
+    assert house.ask("GET", path.encode().decode("latin-1")).status == 400
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 413),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Host": "evil.example"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Length": None, "Transfer_Encoding": "chunked"}, 411),
+        ({"Content_Length": "nonsense"}, 411),
+    ],
+)
+def test_a_client_that_sends_a_megabyte_sees_why_it_is_refused(serve, headers, status):
+    """Thirty times: an answer, and no reset in its place."""
+    house = serve(access=SECRETS["access"])
+    body = b"100000\r\n" + b"x" * 0x100000 + b"\r\n0\r\n\r\n"
+
+    for _ in range(30):
+        assert house.ask("POST", "/delegate", body, **headers).status == status
+
+
+def test_a_body_that_is_cut_off_does_nothing(serve):
+    house = serve()
+    with house.connect() as connection:
+        connection.request("POST", "/delegate", b'{"hermes_session"', Content_Length="500")
+        connection.socket.shutdown(socket.SHUT_WR)
+
+        assert connection.at_end()
+    assert house.hermes.seen == []
+
+
+def test_a_client_that_asks_first_is_told_to_go_on(serve):
+    house = serve()
+    with house.connect() as connection:
+        connection.request("POST", "/approve", b"", Content_Length="2", Expect="100-continue")
+        assert connection.socket.recv(1000).startswith(b"HTTP/1.1 100 ")
+        connection.send(b"{}")
+
+        assert connection.answer().status == 400
+
+
+# ---- the page's files --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PAGE)
+def test_the_page_s_files_are_served_with_their_type(serve, name):
+    house = serve(access=SECRETS["access"])
+    house.token = None
+
+    answer = house.ask("GET", f"/{name}")
+
+    assert (answer.status, answer.data) == (200, f"This is {name}".encode())
+    assert answer.headers["Content-Type"] == PAGE[name]
+    assert answer.headers["Cache-Control"] == "no-cache"
+
+
+def test_the_root_is_the_page_and_a_query_changes_nothing(serve):
+    house = serve()
+
+    for path in ("/", "/?from=dashboard", "/index.html"):
+        assert house.ask("GET", path).data == b"This is index.html"
+
+
+TRICKS = [
+    "/..",
+    "/../secret.html",
+    "/./index.html",
+    "/static/index.html",
+    "/index.html/",
+    "/INDEX.HTML",
+    "/app.js~",
+    "/notes.txt",
+    "/.env",
+    "/secret.html",
+    "/%2e%2e",
+    "/%2e%2e/secret.html",
+    "/..%2fsecret.html",
+    "/%2E%2E%5Csecret.html",
+    "/..\\secret.html",
+    "/index.html%00",
+    "/index%2ehtml",
+    "//evil.example/",
+    "//x",
+    "///..//secret.html",
+    "/config/",
+    "/config;x",
+    "/config%3Fx",
+    "/runs/../config",
+    "/runs/%2e%2e/updates",
+    "/runs/../updates",
+    "/runs/./updates",
+    "/runs//updates",
+    "/runs/a.b/updates",
+    "/runs/a%2Fb/updates",
+    "/runs/a/b/updates",
+    "/runs/a b/updates".replace(" ", "%20"),
+    "/runs/caf\u00e9/updates",
+    "/runs/" + "a" * 65 + "/updates",
+    "/runs/abc/updates/",
+    "http://localhost/config",
+    "http://evil.example/",
+    "config",
+    "*",
+]
+
+
+@pytest.mark.parametrize("path", TRICKS)
+def test_a_path_is_a_key_and_never_part_of_a_file_name(serve, path):
+    house = serve(access=SECRETS["access"])
+
+    for method in ("GET", "POST"):
+        answer = house.ask(method, path, {} if method == "POST" else None)
+        assert (answer.status, error_of(answer)) == (404, "not_found")
+    house.token = None
+    assert house.ask("GET", path).status == 401
+
+
+# ---- every answer ------------------------------------------------------------
+
+
+def kinds_of_answers(house):
+    """One answer of each kind, with its status."""
+    yield 200, house.ask("GET", "/")
+    yield 200, house.ask("HEAD", "/")
+    yield 200, house.ask("GET", "/healthz")
+    yield 200, house.ask("GET", "/config")
+    yield 400, house.ask("POST", "/approve", b"{")
+    yield 401, house.ask("GET", "/config", Authorization=None)
+    yield 403, house.ask("GET", "/", Origin="null")
+    yield 404, house.ask("GET", "/nothing")
+    yield 404, house.ask("HEAD", "/nothing")
+    yield 404, house.ask("POST", "/runs/abc/stop", {})
+    yield 405, house.ask("GET", "/delegate")
+    yield 411, house.ask("POST", "/delegate", b"{}", Content_Length=None)
+    yield 413, house.ask("POST", "/delegate", b" " * (BODY_LIMIT + 1))
+    yield 415, house.ask("POST", "/delegate", b"{}", Content_Type="text/plain")
+    yield 421, house.ask("GET", "/", Host="evil.example")
+    yield 500, house.ask("POST", "/session/close", {"session_id": "live_1"})
+    yield 502, house.ask("POST", "/session", CALL)
+    yield 400, house.raw(b"nonsense\r\n\r\n")
+    yield 421, house.raw(b"GET /\r\n\r\n")
+    yield 400, house.raw(b"GET / HTTP/1.1 and more\r\n\r\n")
+    yield 400, house.raw(b"GET / HTTP/x\r\n\r\n")
+    yield 400, house.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls\r\n\r\n")
+    yield 414, house.raw(b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n")
+    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n")
+    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n")
+    yield 501, house.raw(b"TRACE / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    yield 505, house.raw(b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n")
+    yield 200, house.delegate().response
+
+
+def test_every_answer_has_its_shape_and_the_security_headers(serve):
+    house = serve(access=SECRETS["access"])
+    house.openai.add("POST", "/v1/live/sessions", reply(401, f"wrong: {SECRETS['openai']}"))
+    house.app.openai.hang_up = None
+
+    for status, answer in kinds_of_answers(house):
+        assert answer.status == status
+        for name, value in SECURITY_HEADERS.items():
+            assert answer.headers.get_all(name) == [value]
+        assert answer.headers["Cache-Control"] in ("no-store", "no-cache")
+        assert answer.headers["Server"].strip() == "hermes-voice"
+        if status >= 400 and answer.data:
+            assert error_of(answer)
+
+
+def test_the_policy_lets_the_page_speak_to_this_server_only():
+    policy = SECURITY_HEADERS["Content-Security-Policy"]
+
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "*" not in policy
+    assert "frame-ancestors 'none'" in policy
+
+
+def test_a_crash_is_told_without_its_reason(serve, caplog):
+    house = serve()
+    house.app.openai = None
+
+    answer = house.ask("POST", "/session", CALL)
+
+    assert (answer.status, error_of(answer)) == (500, "internal")
+    assert b"NoneType" not in answer.data
+    assert "request.crashed" in caplog.text
+    assert "AttributeError" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/\x1b[31mred", "/\x07", "/\x7f", "/caf\u00e9\x9b"])
+def test_control_characters_of_a_path_are_escaped_in_the_log(serve, caplog, path):
+    house = serve(access=SECRETS["access"])
+
+    house.ask("GET", path, Authorization=None)
+
+    logged = [record.getMessage() for record in caplog.records]
+    assert any("request.refused path=" in line for line in logged)
+    assert all(line.isascii() and line.isprintable() for line in logged)
+
+
+def test_head_is_get_without_the_body(serve):
+    house = serve()
+    with house.connect() as connection:
+        for path in ("/", "/app.js", "/healthz", "/config", "/nothing"):
+            get, head = house.ask("GET", path), connection.ask("HEAD", path)
+            assert (head.status, head.data) == (get.status, b"")
+            assert head.headers["Content-Length"] == get.headers["Content-Length"]
+            assert head.headers["Content-Type"] == get.headers["Content-Type"]
+            if get.status != 200:
+                break
+        stream = house.delegate()
+        head = house.ask("HEAD", f"/runs/{stream.run_id}/updates")
+        assert (head.status, head.headers["Content-Type"]) == (200, "application/x-ndjson")
+
+
+def test_config_holds_what_the_page_needs_and_no_secret(serve):
+    config = json.loads(serve(access=SECRETS["access"]).ask("GET", "/config").data)
+
+    assert {"version", "model", "voice", "voices", "idle_seconds"} <= set(config)
+    assert config["voice"] in config["voices"]
+
+
+def test_health_tells_that_it_lives_and_nothing_else(serve):
+    assert json.loads(serve().ask("GET", "/healthz").data) == {"status": "ok"}
+
+
+# ---- connections -------------------------------------------------------------
+
+
+def test_a_connection_is_kept(serve):
+    house = serve()
+    with house.connect() as connection:
+        assert connection.ask("GET", "/").status == 200
+        assert connection.ask("HEAD", "/app.js").status == 200
+        assert connection.ask("POST", "/approve", {}).status == 400
+        assert connection.ask("POST", "/runs/abc/stop", {}).status == 404
+        stream = connection.open(
+            "POST", "/delegate", {"hermes_session": "c1", "lines": [{"speaker": "user", "text": "Work."}]}
+        )
+        house.hermes.run().end("completed", output="Done.")
+        assert stream.read()[-1]["type"] == "done"
+        assert connection.ask("GET", "/healthz").status == 200
+
+
+def test_requests_that_come_together_are_answered_one_by_one(serve):
+    house = serve()
+    with house.connect() as connection:
+        connection.request("GET", "/healthz")
+        connection.request("POST", "/approve", {})
+        connection.request("GET", "/nothing", Connection="close")
+
+        data = connection.socket.makefile("rb").read()
+
+    assert re.findall(rb"HTTP/1\.1 (\d+)", data) == [b"200", b"400", b"404"]
+
+
+@pytest.mark.parametrize("wish", [b"HTTP/1.0", b"HTTP/1.1\r\nConnection: Close"])
+def test_a_connection_is_closed_for_who_wants_that(serve, wish):
+    house = serve()
+    with house.connect() as connection:
+        connection.send(b"GET /healthz " + wish + b"\r\nHost: localhost\r\n\r\n")
+
+        answer = connection.answer()
+
+        assert (answer.status, answer.headers["Connection"]) == (200, "close")
+        assert connection.at_end()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HT",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow",
+        b"POST /approve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 99\r\n\r\n{",
+    ],
+    ids=["nothing", "half a line", "half a head", "half a body"],
+)
+def test_a_silent_client_is_hung_up(serve, sent):
+    house = serve(request_seconds=SOON)
+    with house.connect() as connection:
+        connection.send(sent)
+
+        assert connection.at_end()
+
+
+def test_a_client_that_drips_is_hung_up(serve):
+    """A byte now and then does not prolong the time that a request may take."""
+    house = serve(request_seconds=0.2)
+    with house.connect() as connection:
+        connection.socket.settimeout(0.05)
+        for byte in b"GET / HTTP/1.1\r\nX-Slow: " + b"x" * 1000:
+            connection.send(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
+                assert connection.at_end()
+                return
+    raise AssertionError("it may drip for ever")
+
+
+def test_a_kept_connection_is_hung_up_when_it_falls_silent(serve):
+    house = serve(request_seconds=SOON)
+    with house.connect() as connection:
+        assert connection.ask("GET", "/healthz").status == 200
+
+        assert connection.at_end()
+
+
+# ---- streams -----------------------------------------------------------------
+
+
+def test_a_delegation_is_answered_by_its_updates(serve):
+    house = serve()
+    stream = house.delegate()
+    run = house.hermes.run()
+    run.emit("tool.started", tool="terminal", preview="ls")
+    run.end("completed", output="Three files.")
+
+    updates = stream.read()
+
+    assert stream.response.headers["Content-Type"] == "application/x-ndjson"
+    assert stream.response.headers["X-Accel-Buffering"] == "no"
+    assert updates[0]["type"] == "run"
+    numbers = [update["seq"] for update in updates]
+    assert numbers == sorted(set(numbers))
+    assert [update["type"] for update in updates].count("done") == 1
+    assert updates[-1]["say"] == ["Three files."]
+
+
+def test_an_update_is_sent_at_once(serve):
+    house = serve()
+    stream = house.delegate()
+    run = house.hermes.run()
+
+    for number in range(3):
+        run.emit("tool.started", tool=f"tool {number}")
+        assert stream.wait("tool")["label"] == f"using tool {number}"
+
+
+def test_a_page_that_comes_back_misses_nothing_and_sees_nothing_twice(serve):
+    """Twenty times it leaves in the middle of a run that goes on."""
+    house = serve()
+    stream = house.delegate()
+    run = house.hermes.run()
+    seen = []
+
+    for number in range(20):
+        for part in range(3):
+            run.emit("tool.started", tool=f"tool {number}.{part}")
+        seen += stream.updates[1:] if not seen else []
+        seen.append(stream.wait("tool"))
+        stream.vanish()
+        after = seen[-1]["seq"]
+        stream = house.connect().open("GET", f"/runs/{stream.run_id}/updates?after={after}")
+    run.end("completed", output="Done.")
+    seen += stream.read()[1:]
+
+    whole = house.connect().open("GET", f"/runs/{stream.run_id}/updates").read()[1:]
+    tools = [update["label"] for update in seen if update["type"] == "tool"]
+    assert tools == [f"using tool {number}.{part}" for number in range(20) for part in range(3)]
+    assert [update for update in whole if update["type"] != "run"] == [
+        update for update in seen if update["type"] != "run"
+    ]
+    assert house.hermes.asked("POST", "/v1/runs/*/stop") == []
+
+
+def test_two_pages_see_the_same(serve):
+    house = serve()
+    first = house.delegate()
+    second = house.connect().open("GET", f"/runs/{first.run_id}/updates")
+    run = house.hermes.run()
+    run.emit("tool.started", tool="terminal")
+    run.end("completed", output="Done.")
+
+    assert first.read()[1:] == second.read()[1:]
+
+
+def test_a_page_that_vanishes_does_not_stop_the_run(serve):
+    house = serve()
+    stream = house.delegate()
+    run = house.hermes.run()
+    run.emit("tool.started", tool="terminal")
+    stream.wait("tool")
+
+    stream.vanish()
+    for number in range(50):
+        run.emit("tool.completed", tool=f"tool {number}")
+    run.end("completed", output="Done all the same.")
+
+    updates = house.connect().open("GET", f"/runs/{stream.run_id}/updates").read()
+    assert updates[-1]["say"] == ["Done all the same."]
+    assert run.stops == 0
+
+
+def test_a_quiet_stream_has_heartbeats_and_no_time_limit(serve):
+    house = serve(heartbeat=SOON / 5, request_seconds=SOON)
+    stream = house.delegate()
+
+    for _ in range(10):
+        stream.wait("heartbeat")
+    house.hermes.run().end("completed", output="Done.")
+
+    assert stream.read()[-1]["type"] == "done"
+
+
+def test_an_unknown_run_has_no_stream(serve):
+    answer = serve().ask("GET", "/runs/abc/updates")
+
+    assert (answer.status, error_of(answer)) == (404, "run_not_found")
+
+
+def test_the_runs_of_a_conversation_are_listed(serve):
+    house = serve()
+    stream = house.delegate("Count to three.", delegation_id="d1")
+    house.hermes.run().end("completed", output="One, two, three.")
+    done = stream.read()[-1]
+
+    (listed,) = json.loads(house.ask("GET", "/runs?conversation=c1").data)["runs"]
+
+    assert (listed["run_id"], listed["state"]) == (stream.run_id, "ended")
+    assert (listed["request"], listed["delegations"]) == ("Count to three.", ["d1"])
+    assert listed["result"] == done
+    assert json.loads(house.ask("GET", "/runs?conversation=c2").data) == {"runs": []}
+
+
+def test_an_approval_and_a_stop_go_over_http(serve):
+    house = serve(access=SECRETS["access"])
+    stream = house.delegate()
+    run = house.hermes.run()
+    run.ask(request_id="q_1")
+    question = stream.wait("approval")
+
+    answered = house.ask("POST", "/approve", {"run_id": question["run_id"], "heard": "No."})
+    late = house.ask("POST", "/approve", {"run_id": question["run_id"], "choice": "once"})
+    stopped = house.ask("POST", f"/runs/{stream.run_id}/stop", {})
+
+    assert json.loads(answered.data) == {"choice": "deny", "resolved": 1}
+    assert (late.status, error_of(late)) == (409, "too_late")
+    assert (stopped.status, json.loads(stopped.data)["run_id"]) == (202, stream.run_id)
+    assert stream.read()[-1]["finish_reason"] == "cancelled"
+    assert [answer["choice"] for answer in run.answers] == ["deny"]
+
+
+# ---- calls -------------------------------------------------------------------
+
+
+def opened(after=None):
+    body = {"session": {"id": "live_1"}, "transport": {"type": "webrtc", "sdp": "v=0 answer\r\n"}}
+    return reply(201, body, after=after)
+
+
+def test_a_call_is_opened_over_http(serve):
+    house = serve(access=SECRETS["access"])
+    house.openai.add("POST", "/v1/live/sessions", opened())
+
+    answer = house.ask("POST", "/session", CALL)
+
+    assert json.loads(answer.data) == {"session_id": "live_1", "sdp": "v=0 answer\r\n"}
+
+
+def test_a_call_whose_page_hangs_up_meanwhile_is_hung_up(serve):
+    house = serve()
+    gate = threading.Event()
+    house.openai.add("POST", "/v1/live/sessions", opened(after=gate))
+    house.openai.add("POST", "/v1/live/sessions/live_1/hangup", reply(200))
+    with house.connect() as connection:
+        connection.request("POST", "/session", CALL)
+        house.openai.wait_for("POST", "/v1/live/sessions")
+    gate.set()
+
+    house.openai.wait_for("POST", "/v1/live/sessions/live_1/hangup")
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "code"),
+    [
+        (reply(401, f"Incorrect API key: {SECRETS['openai']}"), 502, "openai_key_refused"),
+        (reply(200, "<html>"), 502, "openai_garbled"),
+        (reply(200, "{", cut_short=True), 504, "openai_unreachable"),
+    ],
+)
+def test_an_upstream_s_failure_is_explained(serve, caplog, answer, status, code):
+    house = serve()
+    house.openai.add("POST", "/v1/live/sessions", answer)
+
+    refused = house.ask("POST", "/session", CALL)
+
+    assert (refused.status, error_of(refused)) == (status, code)
+    assert "OpenAI" in json.loads(refused.data)["error"]["message"]
+    assert f"code={code}" in caplog.text
+
+
+# ---- the end -----------------------------------------------------------------
+
+
+def test_a_shutdown_gives_every_stream_its_last_line(build):
+    house = build(heartbeat=60)
+    told, ended = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (serve_until(house.server, told), ended.set()))
+    thread.start()
+    streams = [house.delegate(), house.delegate(hermes_session="c2")]
+    streams.append(house.connect().open("GET", f"/runs/{streams[0].run_id}/updates"))
+    idle = house.connect()
+    idle.ask("GET", "/healthz")
+
+    told.set()
+
+    assert ended.wait(SHUTDOWN_SECONDS)
+    thread.join(TIMEOUT)
+    for stream in streams:
+        last = stream.read()[-1]
+        assert (last["type"], last["code"]) == ("error", "closing")
+        assert [update["type"] for update in stream.updates].count("error") == 1
+    with pytest.raises(ConnectionRefusedError):
+        house.connect()
