@@ -12,7 +12,6 @@ const HEADING = /^\s{0,3}(#{1,6})\s+(.*)$/;
 const HEADING_END = /(?<!\S)#+$/;
 const RULE = /^\s{0,3}(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 const DEEPEST = 20; // of quotes and emphasis within each other
-const LONGEST = 5000; // characters of a line that is searched for emphasis and links
 
 /**
  * @param {string} markdown
@@ -131,14 +130,15 @@ function paragraph(lines, at) {
   return [{ tag: "p", children }, end];
 }
 
+// What is not closed soon is plain text: to search on for its end could take for ever.
 const INLINE = new RegExp(
   [
-    "(?<code>(?<!`)(?<ticks>`+)(?!`)(?<inside>.+?)(?<!`)\\k<ticks>(?!`))",
+    "(?<code>(?<!`)(?<ticks>`+)(?!`)(?<inside>.{1,1000}?)(?<!`)\\k<ticks>(?!`))",
     "(?<link>!?\\[(?<label>[^[\\]]*)\\]\\((?<target>[^()\\s]+(?:\\([^()\\s]*\\))?)(?:\\s+\"[^\"]*\")?\\))",
     "(?<url>\\bhttps?://[^\\s<>\"')\\]]+[^\\s<>\"')\\].,;:!?])",
-    "(?<strong>(?<stars>\\*\\*|__)(?=\\S)(?<bold>.+?)(?<=\\S)\\k<stars>)",
+    "(?<strong>(?<stars>\\*\\*|__)(?=\\S)(?<bold>.{1,300}?)(?<=\\S)\\k<stars>)",
     "(?<em>(?<![\\w*])(?<star>[*_])(?=\\S)(?<italic>[^*_]+?)(?<=\\S)\\k<star>(?![\\w*]))",
-    "(?<del>~~(?=\\S)(?<struck>.+?)(?<=\\S)~~)",
+    "(?<del>~~(?=\\S)(?<struck>.{1,300}?)(?<=\\S)~~)",
     "(?<escaped>\\\\(?<character>[\\\\`*_{}[\\]()#+.!|~>-]))",
   ].join("|"),
 );
@@ -149,7 +149,7 @@ function inline(text, depth = 0) {
   const found = [];
   let rest = text;
   while (rest) {
-    const match = depth < DEEPEST && rest.length < LONGEST ? INLINE.exec(rest) : null;
+    const match = depth < DEEPEST ? INLINE.exec(rest) : null;
     if (!match) return [...found, rest];
     if (match.index) found.push(rest.slice(0, match.index));
     found.push(...span(match.groups ?? {}, depth));

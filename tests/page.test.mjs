@@ -1005,6 +1005,7 @@ const MARKDOWN = [
   ["`a*b*` ``c`d`` `` `", "p(code(a*b*) code(c`d) `` `)"],
   ["\\*no\\* \\`no\\` \\x", "p(*no* `no` \\x)"],
   ["**open and *more", "p(**open and *more)"],
+  [`**${"a".repeat(300)}** **${"a".repeat(301)}**`, `p(strong(${"a".repeat(300)}) **${"a".repeat(301)}**)`],
   ["<b>no</b> &lt;", "p(<b>no</b> &lt;)"],
   ["[a *b*](https://x.org/y_(z)) ![c](http://x.org/c.png \"t\")", "p(a[https://x.org/y_(z)](a em(b)) a[http://x.org/c.png](c))"],
   ["https://x.org/a?b=c. (http://y.org) m", "p(a[https://x.org/a?b=c](https://x.org/a?b=c). (a[http://y.org](http://y.org)) m)"],
@@ -1048,7 +1049,7 @@ function milliseconds(action) {
   return Math.min(...times);
 }
 
-const HOSTILE = ["`", "`a", "``` a", "*", "*a", "**a", "_a ", "__a", "[", "[a](", "![", "](", "~~a", "|", "| ", "-", "- ", "-|", ":-", ">", "> ", "# ", "#", " ", "\t", "http://", "\\", "(", "1. ", "a", "a\"", "<"];
+const HOSTILE = ["`", "`a", "``` a", "*", "*a", "**a", "_a ", "__a", "[", "[a](", "![", "](", "~~a", " **a", " __a", " ~~a", " `a``b", " **a ~~b", "|", "| ", "-", "- ", "-|", ":-", ">", "> ", "# ", "#", " ", "\t", "http://", "\\", "(", "1. ", "a", "a\"", "<"];
 
 describe("markdown.js", () => {
   for (const [markdown, expected] of MARKDOWN) {

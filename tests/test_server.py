@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import socket
+import struct
 import threading
 
 import pytest
@@ -107,6 +108,8 @@ class Connection:
     def __init__(self, house):
         self.house = house
         self.socket = socket.create_connection(("127.0.0.1", house.port), TIMEOUT)
+        # Little fits in at once, as on a slow line: a large body is sent while it is read.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
 
     def __enter__(self):
         return self
@@ -616,23 +619,23 @@ def test_an_update_is_named_by_its_number(serve, after):
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("headers", "status", "times"),
     [
-        ({}, 413),
-        ({"Authorization": "Bearer wrong"}, 401),
-        ({"Host": "evil.example"}, 421),
-        ({"Origin": "http://evil.example"}, 403),
-        ({"Content_Type": "text/plain"}, 415),
-        ({"Content_Length": None, "Transfer_Encoding": "chunked"}, 411),
-        ({"Content_Length": "nonsense"}, 411),
+        ({}, 413, 30),
+        ({"Authorization": "Bearer wrong"}, 401, 5),
+        ({"Host": "evil.example"}, 421, 5),
+        ({"Origin": "http://evil.example"}, 403, 5),
+        ({"Content_Type": "text/plain"}, 415, 5),
+        ({"Content_Length": None, "Transfer_Encoding": "chunked"}, 411, 5),
+        ({"Content_Length": "nonsense"}, 411, 5),
     ],
 )
-def test_a_client_that_sends_a_megabyte_sees_why_it_is_refused(serve, headers, status):
-    """Thirty times: an answer, and no reset in its place."""
+def test_a_client_that_sends_a_megabyte_sees_why_it_is_refused(serve, headers, status, times):
+    """Each time: an answer, and no reset in its place."""
     house = serve(access=SECRETS["access"])
     body = b"100000\r\n" + b"x" * 0x100000 + b"\r\n0\r\n\r\n"
 
-    for _ in range(30):
+    for _ in range(times):
         assert house.ask("POST", "/delegate", body, **headers).status == status
 
 
@@ -870,6 +873,18 @@ def test_requests_that_come_together_are_answered_one_by_one(serve):
     assert re.findall(rb"HTTP/1\.1 (\d+)", data) == [b"200", b"400", b"404"]
 
 
+@pytest.mark.parametrize("path", ["/", "/healthz"])
+def test_a_body_where_none_belongs_is_not_taken_for_the_next_request(serve, path):
+    house = serve()
+    with house.connect() as connection:
+        connection.request("GET", path, b"GET /config HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+        answer = connection.answer()
+
+        assert (answer.status, answer.headers["Connection"]) == (200, "close")
+        assert connection.at_end()
+
+
 @pytest.mark.parametrize("wish", [b"HTTP/1.0", b"HTTP/1.1\r\nConnection: Close"])
 def test_a_connection_is_closed_for_who_wants_that(serve, wish):
     house = serve()
@@ -1087,6 +1102,24 @@ def test_a_call_whose_page_hangs_up_meanwhile_is_hung_up(serve):
     house.openai.wait_for("POST", "/v1/live/sessions/live_1/hangup")
 
 
+def test_a_call_whose_answer_cannot_be_sent_is_hung_up(serve):
+    """The page resets the connection after it was last looked at."""
+    house = serve()
+    house.openai.add("POST", "/v1/live/sessions", opened())
+    house.openai.add("POST", "/v1/live/sessions/live_1/hangup", reply(200))
+    connection = house.connect()
+    connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    watcher = logging.Handler()
+    watcher.emit = lambda record: "session.opened" in record.getMessage() and connection.socket.close()
+    logger = logging.getLogger("hermes_voice")
+    logger.addHandler(watcher)
+    house.stack.callback(logger.removeHandler, watcher)
+
+    connection.request("POST", "/session", CALL)
+
+    house.openai.wait_for("POST", "/v1/live/sessions/live_1/hangup")
+
+
 @pytest.mark.parametrize(
     ("answer", "status", "code"),
     [
@@ -1122,6 +1155,7 @@ def test_a_shutdown_gives_every_stream_its_last_line(build):
     told.set()
 
     assert ended.wait(SHUTDOWN_SECONDS)
+    assert house.server.streams == 0
     thread.join(TIMEOUT)
     for stream in streams:
         last = stream.read()[-1]
