@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import hmac
 import http.client
 import io
@@ -2748,13 +2749,18 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     )
     try:
         return Server((host, port), app, page), warnings
-    except OSError as error:
-        raise ConfigError([f"--listen {args.listen}: {error.strerror}; is it running already?"]) from None
+    except (OSError, UnicodeError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "the port is taken; is it running already?" if taken else getattr(error, "strerror", error)
+        raise ConfigError([f"--listen {args.listen}: {why}"]) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT. Return 0, or 2 if it could not start."""
-    args = parse_arguments(argv)
+    try:
+        args = parse_arguments(argv)
+    except SystemExit as said:  # the version, the help, or what is wrong with the flags
+        return 2 if said.code else 0
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormat())
     log.handlers, log.propagate = [handler], False

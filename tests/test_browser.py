@@ -148,10 +148,8 @@ def test_a_refused_call_says_what_to_do_and_is_not_repeated(browser, failure, wo
 )
 def test_a_missing_microphone_is_named_and_opens_no_session(browser, name, words):
     with Line(browser, answering("Yes.")) as line:
-        line.page.evaluate(
-            "name => { navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('', name)); }",
-            name,
-        )
+        refuse = "navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('', name));"
+        line.page.evaluate(f"name => {{ {refuse} }}", name)
 
         line.button("Start call").click()
 
@@ -266,7 +264,8 @@ def test_the_token_is_asked_for_kept_as_chosen_and_never_in_a_url(browser):
 
 def test_an_answer_with_markup_stays_text(browser):
     answer = (
-        "Look.\n---\n<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>\n\n"
+        "Look.\n---\n<img src=x onerror=\"document.title='hacked'\">"
+        "<script>document.title='hacked'</script>\n\n"
         "[click](javascript:document.title='hacked') and [fine](https://example.org/)"
     )
     with Line(browser, answering(answer)) as line:

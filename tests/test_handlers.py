@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, ScriptedHermes, replay, reply, stream
-from working_hermes import WorkingHermes
+from working_hermes import WorkingHermes, join_workers
 
 import hermes_voice
 from hermes_voice import (
@@ -64,9 +64,9 @@ class Bench:
                 run.publish(run.stream.give_up("unknown", "The test is over."))
         self.app.close()
 
-    def delegate(self, text, delegation=None, conversation="c1"):
+    def delegate(self, text, delegation=None, conversation="c1", before=()):
         """Say something that becomes a run, and follow it."""
-        body = {"hermes_session": conversation, "lines": [{"speaker": "user", "text": text}]}
+        body = {"hermes_session": conversation, "lines": [*before, {"speaker": "user", "text": text}]}
         body |= {"delegation_id": delegation} if delegation else {}
         self.conversations.add(conversation)
         return Follower(hermes_voice.post_delegate(self.app, Request(body=body)))
@@ -154,6 +154,7 @@ def repeating(act):
 def bench():
     """A function: a Bench with these settings."""
     with contextlib.ExitStack() as stack:
+        stack.callback(join_workers)
         yield lambda **settings: Bench(stack, **settings)
 
 
@@ -319,13 +320,8 @@ def test_a_delegation_that_is_too_long_is_refused(bench, lines):
 
 def test_lines_of_nothing_but_space_are_left_out(bench):
     b = bench()
-    lines = [
-        {"speaker": "assistant", "text": " "},
-        {"speaker": "user", "text": "Work."},
-        {"speaker": "user", "text": ""},
-    ]
 
-    Follower(hermes_voice.post_delegate(b.app, Request(body={"hermes_session": "c1", "lines": lines})))
+    b.delegate("Work.", before=[{"speaker": "assistant", "text": " "}, {"speaker": "user", "text": ""}])
 
     assert b.hermes.run().body["input"] == "Work."
 
@@ -1756,7 +1752,9 @@ def test_a_recorded_run_ends_as_it_did(version, name):
     """The worker follows it, the user of the trace acts through the handlers."""
     path = TRACES / version / f"{name}.json"
     trace = Trace(path)
-    with replay(path, in_step=True) as hermes, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.callback(join_workers)
+        hermes = stack.enter_context(replay(path, in_step=True))
         hermes.add("GET", "/v1/capabilities", reply(200, {"features": FEATURES[version]}))
         b = Bench(stack, hermes=hermes)
         pages = {}

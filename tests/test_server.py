@@ -14,7 +14,7 @@ import threading
 
 import pytest
 from scripted_hermes import ScriptedHermes, reply
-from working_hermes import WorkingHermes
+from working_hermes import WorkingHermes, join_workers
 
 from hermes_voice import (
     BODY_LIMIT,
@@ -65,6 +65,12 @@ class House:
         self.token = TOKEN if access else None
         self.received = []
         self.stack = stack
+        stack.callback(self.end_runs)
+
+    def end_runs(self):
+        with self.app.changed:
+            for run in [*self.app.book.of("c1"), *self.app.book.of("c2")]:
+                run.publish(run.stream.give_up("unknown", "The test is over."))
 
     def start(self):
         thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
@@ -73,9 +79,6 @@ class House:
         def stop():
             self.server.shutdown()
             self.server.server_close()
-            with self.app.changed:
-                for run in [*self.app.book.of("c1"), *self.app.book.of("c2")]:
-                    run.publish(run.stream.give_up("unknown", "The test is over."))
             self.app.close()
             thread.join(TIMEOUT)
 
@@ -200,6 +203,19 @@ def error_of(response):
     return body["error"]["code"]
 
 
+@contextlib.contextmanager
+def logged(event, act):
+    """Do something at the moment when an event is logged."""
+    watcher = logging.Handler()
+    watcher.emit = lambda record: act() if event in record.getMessage() else None
+    logger = logging.getLogger("hermes_voice")
+    logger.addHandler(watcher)
+    try:
+        yield
+    finally:
+        logger.removeHandler(watcher)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A page's folder, and things around it that are not the page."""
@@ -218,6 +234,7 @@ def build(folder, caplog):
     caplog.set_level(logging.DEBUG, "hermes_voice")
     houses = []
     with contextlib.ExitStack() as stack:
+        stack.callback(join_workers)
 
         def make(**settings):
             houses.append(House(stack, folder, **settings))
@@ -1109,15 +1126,10 @@ def test_a_call_whose_answer_cannot_be_sent_is_hung_up(serve):
     house.openai.add("POST", "/v1/live/sessions/live_1/hangup", reply(200))
     connection = house.connect()
     connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    watcher = logging.Handler()
-    watcher.emit = lambda record: "session.opened" in record.getMessage() and connection.socket.close()
-    logger = logging.getLogger("hermes_voice")
-    logger.addHandler(watcher)
-    house.stack.callback(logger.removeHandler, watcher)
 
-    connection.request("POST", "/session", CALL)
-
-    house.openai.wait_for("POST", "/v1/live/sessions/live_1/hangup")
+    with logged("session.opened", connection.socket.close):
+        connection.request("POST", "/session", CALL)
+        house.openai.wait_for("POST", "/v1/live/sessions/live_1/hangup")
 
 
 @pytest.mark.parametrize(
@@ -1151,12 +1163,14 @@ def test_a_shutdown_gives_every_stream_its_last_line(build):
     streams.append(house.connect().open("GET", f"/runs/{streams[0].run_id}/updates"))
     idle = house.connect()
     idle.ask("GET", "/healthz")
+    left = []
 
-    told.set()
+    with logged("server.stopped", lambda: left.append(house.server.streams)):
+        told.set()
+        assert ended.wait(SHUTDOWN_SECONDS)
 
-    assert ended.wait(SHUTDOWN_SECONDS)
-    assert house.server.streams == 0
     thread.join(TIMEOUT)
+    assert left == [0]
     for stream in streams:
         last = stream.read()[-1]
         assert (last["type"], last["code"]) == ("error", "closing")

@@ -12,6 +12,7 @@ a test wants to see answered, once each, it tells with `hermes.once`.
 
 import dataclasses
 import queue
+import threading
 
 from scripted_hermes import NOT_FOUND, ScriptedHermes, event, matches, reply, sse, stream
 
@@ -148,3 +149,11 @@ class Run:
         yield b""
         while (step := self._steps.get()) is not None:
             yield step
+
+
+def join_workers():
+    """Wait until the workers of all runs have ended, so that none disturbs the next test."""
+    for thread in threading.enumerate():
+        if thread.name.endswith("(work)"):
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
