@@ -1942,8 +1942,9 @@ def start_run(app: App, run: Run, asked: str) -> bool:
     key = f"{run.conversation}.{run.delegations[0]}"
     # Until there is a body, Hermes is only read from, which can always be repeated.
     idempotent, body = True, None
+    unsure = False  # whether it may be running already
     for wait in (*app.waits.start, None):
-        if run.stream.stop_asked:
+        if run.stream.stop_asked and not unsure:
             app.publish(run, run.stream.give_up("cancelled", "The task was stopped before it began."))
             return False
         try:
@@ -1952,8 +1953,8 @@ def start_run(app: App, run: Run, asked: str) -> bool:
             hermes_id = app.hermes.start(body, key)
             break
         except UpstreamError as error:
+            unsure = unsure or (body is not None and error.arrived and error.answered is None)
             if wait is None or not may_repeat(error, idempotent):
-                unsure = body is not None and error.arrived and error.answered is None
                 raise uncertain(error) if unsure else error from None
             pause = min(error.retry_after or wait, app.waits.start_most)
         with app.changed:
@@ -2518,8 +2519,7 @@ class Handler(BaseHTTPRequestHandler):
         """Answer one request. Everything that can fail ends here."""
         # Until its body is read, a kept connection would take it for the next request.
         self.close_connection = True
-        self.declared = self.declared_length()
-        self.unread = self.declared or 0
+        self.unread = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
         try:
             reply = self.respond()
         except VoiceError as error:
@@ -2544,6 +2544,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def respond(self) -> Reply | Updates | tuple[str, bytes]:
         """Gate, route, body, handler."""
+        if self.headers.defects:  # what follows a malformed line is taken for the body
+            raise BadRequest("The request's headers could not be read.")
         path, _, query = self.path.partition("?")
         method = "GET" if self.command == "HEAD" else self.command
         page = self.server.page.get(path)
@@ -2565,26 +2567,23 @@ class Handler(BaseHTTPRequestHandler):
     def keep_alive(self) -> None:
         """Keep the connection, if the client wants that and no unread body is in the way."""
         wanted = self.headers.get("Connection", "").lower()
-        unread = self.unread or "Transfer-Encoding" in self.headers
-        self.close_connection = bool(unread) or "close" in wanted or self.request_version < "HTTP/1.1"
-
-    def declared_length(self) -> int | None:
-        """The body's length by its headers, None if they name none that makes sense."""
-        lengths = self.headers.get_all("Content-Length", [])
-        return int(lengths[0]) if len(lengths) == 1 and re.fullmatch(r"\d{1,12}", lengths[0]) else None
+        self.close_connection = self.unread or "close" in wanted or self.request_version < "HTTP/1.1"
 
     def read_body(self) -> Json:
         """The request's JSON object."""
         if self.headers.get_content_type() != "application/json":
             raise BadRequest("The body must be application/json.", status=415, code="wrong_type")
-        if self.declared is None or "Transfer-Encoding" in self.headers:
+        lengths = self.headers.get_all("Content-Length", [])
+        plain = len(lengths) == 1 and re.fullmatch(r"[0-9]{1,12}", lengths[0])
+        if not plain or "Transfer-Encoding" in self.headers:
             raise BadRequest("The body must come with one Content-Length.", status=411, code="no_length")
-        if self.unread > BODY_LIMIT:
+        length = int(lengths[0])
+        if length > BODY_LIMIT:
             raise TooLarge(f"The body must have at most {BODY_LIMIT} bytes.")
-        raw = self.rfile.read(self.unread)
-        if len(raw) < self.unread:
+        raw = self.rfile.read(length)
+        if len(raw) < length:
             raise ConnectionResetError("the body was cut off")
-        self.unread = 0
+        self.unread = False
         try:
             body = json.loads(raw)
         except (ValueError, RecursionError):

@@ -770,6 +770,30 @@ def test_a_start_that_is_never_answered_is_called_unknown(bench):
     assert len(b.hermes.asked(*RUNS)) == 5
 
 
+@pytest.mark.parametrize("status", [401, 500, 503])
+def test_a_refusal_does_not_tell_what_became_of_an_unanswered_start(bench, status):
+    b = bench(start=(SOON,))
+    b.hermes.once(*RUNS, CLOSED, reply(status))
+
+    done = b.delegate("Work.").done()
+
+    assert (done["finish_reason"], done["error"]["code"]) == ("unknown", "hermes_uncertain")
+
+
+def test_a_run_that_may_have_started_is_found_and_stopped(bench):
+    b = bench(start=(60,))
+    b.hermes.once(*RUNS, CLOSED)
+    page = b.delegate("Work.")
+    b.hermes.wait_for(*RUNS)
+
+    b.stop(page.run_id)
+
+    assert page.done()["finish_reason"] == "cancelled"
+    first, second = b.hermes.asked(*RUNS)
+    assert first.headers["Idempotency-Key"] == second.headers["Idempotency-Key"]
+    assert b.hermes.run().stops == 1
+
+
 @pytest.mark.parametrize("idempotent", [True, False])
 def test_a_start_waits_for_a_hermes_that_comes_back(bench, idempotent):
     b = bench(start=MANY)
@@ -984,7 +1008,7 @@ def test_an_event_is_a_sign_that_hermes_is_back(bench):
 def test_a_hermes_that_stays_away_leaves_the_outcome_unknown(bench):
     b = bench(away=0.1)
     page = b.delegate("Work.")
-    b.hermes.run()
+    page.wait("run", state="running")
     b.hermes.stop()
 
     done = page.done()
