@@ -9,8 +9,9 @@ Trust boundary. This process holds two secrets, the OpenAI key and the Hermes ke
 second is as good as a shell on the Hermes host. Neither ever reaches the browser, the log
 or a URL. Whoever passes the gate (section `server`) drives the agent.
 
-What it touches on this host: it reads the files it is told to read, listens on one port
-and connects to OpenAI and to Hermes. It writes nothing and starts no other program.
+What it touches on this host: it reads the files it is told to read, keeps one SQLite file
+in its state directory, listens on one port and connects to OpenAI and to Hermes. It starts
+no other program.
 
 Each section uses only what stands above it:
 
@@ -18,6 +19,7 @@ Each section uses only what stands above it:
     config     settings, secrets, limits
     prompts    what the two models are told
     core       what was said, which run is current, what Hermes's events mean: pure
+    journal    what must survive a restart
     upstream   the only code that opens a connection outwards
     handlers   the App, the run's worker, one function per route
     server     the gate, the route table, the HTTP adapter, the page's files
@@ -46,6 +48,7 @@ import re
 import secrets
 import signal
 import socket
+import sqlite3
 import stat
 import sys
 import sysconfig
@@ -211,6 +214,16 @@ VOICES = tuple(
     " verse vesper willow".split()
 )
 
+# What becomes of a request while a run is active: handed to it, started after its stop, or
+# started after its end.
+POLICIES = ("steer", "restart", "queue")
+
+# What stops the running task when it is all the user says.
+STOP_PHRASES = tuple(
+    "stop|stop it|stop that|stop the task|cancel|cancel it|cancel that|abort"
+    "|stopp|halt|abbrechen|brich ab".split("|")
+)
+
 SECRET_LIMIT = 4096  # bytes; no key or token is longer
 SECRET_SHORTEST = 16  # characters; Hermes asks the same of its key
 
@@ -239,6 +252,9 @@ class Config:
     glossary: tuple[Term, ...] = ()
     idle_seconds: int = 300
     approval_seconds: int = 0
+    history_days: int = 90
+    on_new_request: str = POLICIES[0]
+    stop_phrases: tuple[str, ...] = STOP_PHRASES
     public_hosts: tuple[str, ...] = ()
 
 
@@ -295,6 +311,21 @@ def _text(value: object, limit: int, what: str = "") -> str:
     if len(value) > limit:
         raise ValueError(f"{what}must have at most {limit} characters, has {len(value)}")
     return value.strip()
+
+
+def _phrases(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > 100:
+        raise ValueError("must be a list of at most 100 phrases")
+    phrases = tuple(_text(phrase, TERM_LIMIT) for phrase in value)
+    if not all(phrases):
+        raise ValueError("must not hold an empty phrase")
+    return phrases
+
+
+def _one_of(value: object, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ValueError(f"must be one of {', '.join(allowed)}")
+    return str(value)
 
 
 def _seconds(value: object, least: int, most: int) -> int:
@@ -365,6 +396,9 @@ CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
     "glossary": _glossary,
     "idle_seconds": lambda value, _: _seconds(value, 30, 7200),
     "approval_seconds": lambda value, _: _seconds(value, 0, 86400),
+    "history_days": lambda value, _: _seconds(value, 1, 36500),
+    "on_new_request": lambda value, _: _one_of(value, POLICIES),
+    "stop_phrases": lambda value, _: _phrases(value),
     "public_hosts": _hosts,
 }
 
@@ -851,6 +885,7 @@ def read_answer(heard: str) -> str | None:
 # One event holds at most an answer; the longest seen was 300 kB.
 EVENT_LIMIT = 4 << 20  # bytes
 UPDATES_LIMIT = 500  # kept per run for pages that come back
+SEQ_JUMP = 1_000_000  # past the numbers an earlier process gave out and did not write down
 STEPS_LIMIT = 200  # finished tool calls kept for a request that replaces a stopped one
 PREVIEW_CHARS = 300
 
@@ -965,6 +1000,8 @@ class RunStream:
         self.binds = False  # whether Hermes takes an answer only for the question it names
         self.heard_at = float("-inf")  # monotonic seconds, of the newest event
         self.steps: list[str] = []  # finished tool calls, for people and for a replacement
+        self.rounds = 0  # tool calls finished; after each the agent reads what it was handed
+        self.unread = ""  # what it was handed and did not read, by its own account
         self._decoder = SSEDecoder()
         self._asked: list[str] = []  # ids of all questions so far
         self._previews: dict[str, str] = {}  # of the tools that run, by name
@@ -990,6 +1027,7 @@ class RunStream:
         """Read a status document, which decides. `streaming`: events still arrive too."""
         state = status.get("status")
         if isinstance(state, str) and state in FINISH_REASONS:
+            self.rounds += 1  # There may have been some that were not heard of.
             return self._read(f"run.{state}", status, now)
         question = status.get("approval")
         # A living stream brings its questions itself, and one that timed out stays in the
@@ -1074,6 +1112,7 @@ def _tool(status: str) -> Callable[[RunStream, Json, float], list[Json]]:
             updates = []
         else:
             preview = stream._previews.pop(tool, "")
+            stream.rounds += 1
             # The tool that asked has ended: whatever became of its question, it is over.
             updates = stream.close_question("timeout")
         failed = status == "completed" and event.get("error") is True
@@ -1154,7 +1193,8 @@ FINISH_REASONS = {
 
 def _ended(state: str) -> Callable[[RunStream, Json, float], list[Json]]:
     def read(stream: RunStream, event: Json, now: float) -> list[Json]:
-        output = event.get("output")
+        output, unread = event.get("output"), event.get("pending_steer")
+        stream.unread = unread if isinstance(unread, str) else ""
         output = _whole(output).strip() if isinstance(output, str) else ""
         code, message = _ending_words(state, output, str(event.get("error") or ""))
         return stream._end(FINISH_REASONS[state], output, code, message, event.get("usage"))
@@ -1178,10 +1218,15 @@ def _ending_words(state: str, output: str, error: str) -> tuple[str, str]:
     return "hermes_failed", "Hermes ran into an error and could not finish. Its log says why."
 
 
+def _steered(stream: RunStream, event: Json, now: float) -> list[Json]:
+    return [{"type": "steered"}]
+
+
 RUN_UPDATES: dict[str, Callable[[RunStream, Json, float], list[Json]]] = {
     "tool.started": _tool("running"),
     "tool.completed": _tool("completed"),
     "message.interim": _interim,
+    "run.steered": _steered,
     "approval.request": _approval_request,
     "approval.responded": _approval_responded,
     "subagent.start": _subagent("running"),
@@ -1205,15 +1250,27 @@ RUN_UPDATES: dict[str, Callable[[RunStream, Json, float], list[Json]]] = {
 # What must stay true, in any order of calls:
 #
 #   1. A conversation has at most one run in starting, running or stopping.
-#   2. It has at most one queued run, and that one is its newest.
-#   3. A delegation belongs to one run for ever; asking again finds it.
+#   2. Its queued runs are its newest, and each waits for the one before it.
+#   3. A delegation belongs to one run; asking again finds it.
 #   4. A stop is never forgotten: asked before Hermes's id is known, it is due once it is.
 #   5. A final update is published once, is the last, and is never taken back.
+#   6. Words handed to a running run are read by it, or become the run after it, or were
+#      taken back by the user's own stop.
 
 RUNS_LIMIT = 200  # kept, ended ones included; the oldest ended go first
 ACTIVE_LIMIT = 16  # unended, over all conversations; Hermes itself takes 10
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass
+class Steer:
+    """Words handed to a running run, and how many tool calls it had finished by then."""
+
+    delegation: str
+    lines: list[Json]
+    rounds: int
+    taken: bool = False  # Hermes has said yes, or may have
 
 
 @dataclass
@@ -1237,6 +1294,11 @@ class Run:
     final: Json | None = None
     earlier: list[str] = field(default_factory=list)
     steps_before: list[str] = field(default_factory=list)
+    body: Json | None = None  # what Hermes is sent, from before it is until it has taken it
+    idempotent: bool = False  # whether Hermes can be sent it again
+    delivered: str = ""  # which page has claimed to tell the user of the end
+    resumed: bool = False  # whether an earlier process of ours began it
+    steers: list[Steer] = field(default_factory=list)  # until the run ends
 
     @property
     def asked(self) -> str:
@@ -1275,59 +1337,118 @@ class RunBook:
     def __init__(self) -> None:
         self._runs: OrderedDict[str, Run] = OrderedDict()
 
-    def get(self, run_id: str) -> Run:
-        """The run with this id. Raise NotFound."""
-        if run_id not in self._runs:
-            raise NotFound("This task is not known here any more.", code="run_not_found")
-        return self._runs[run_id]
+    def get(self, run_id: str) -> Run | None:
+        """The run with this id."""
+        return self._runs.get(run_id)
 
     def of(self, conversation: str) -> list[Run]:
         """The conversation's runs, oldest first."""
         return [run for run in self._runs.values() if run.conversation == conversation]
 
+    def find(self, conversation: str, delegation: str) -> Run | None:
+        """The run that a delegation belongs to."""
+        return next((run for run in self.of(conversation) if delegation in run.delegations), None)
+
+    def active(self, conversation: str) -> Run | None:
+        """The run that Hermes has, or gets first."""
+        return next((run for run in self.of(conversation) if run.final is None), None)
+
     def claim(
-        self, conversation: str, delegation: str, lines: list[Json], run_id: str, now: float
-    ) -> tuple[Run, bool]:
-        """A delegation arrived. Return its run, and whether that is a new one to work on."""
-        ours = self.of(conversation)
-        for run in ours:
-            if delegation in run.delegations:
-                return run, False
-        waiting = next((run for run in ours if run.state == "queued"), None)
-        if waiting:
-            waiting.lines += lines
-            waiting.delegations.append(delegation)
-            return waiting, False
+        self, conversation: str, delegation: str, lines: list[Json], run_id: str, now: float, policy: str
+    ) -> Run:
+        """A request arrived. Return the run it becomes, or goes into while that still waits."""
         unended = [run for run in self._runs.values() if run.final is None]
+        ours = [run for run in unended if run.conversation == conversation]
+        if policy != "queue" and ours and ours[-1].state == "queued":
+            ours[-1].lines += lines
+            ours[-1].delegations.append(delegation)
+            return ours[-1]
         if len(unended) >= ACTIVE_LIMIT:
             raise TooMany(f"Hermes already works on {ACTIVE_LIMIT} tasks. Wait for one to end.")
-        before = next((run for run in ours if run.final is None), None)
+        before = ours[-1] if ours else None
         run = Run(run_id, conversation, lines, [delegation], now, replaces=before)
-        if before and not before.stream.stop_asked:
+        if before and policy != "queue" and not before.stream.stop_asked:
             before.superseded_by = run_id
         self._runs[run_id] = run
         self._forget()
-        return run, True
+        return run
+
+    def steer(self, run: Run, delegation: str, lines: list[Json]) -> None:
+        """Words are handed to a running run. It is answerable for them until it ends."""
+        run.delegations.append(delegation)
+        run.steers.append(Steer(delegation, lines, run.stream.rounds))
+
+    def steered(self, run: Run, delegation: str) -> None:
+        """Hermes took the words, or may have."""
+        for steer in run.steers:
+            steer.taken = steer.taken or steer.delegation == delegation
+
+    def unsteer(self, run: Run, delegation: str) -> None:
+        """Hermes did not take the words: they are free again, unless the user's stop dropped them."""
+        kept = [steer for steer in run.steers if steer.delegation != delegation]
+        if len(kept) < len(run.steers):
+            run.steers = kept
+            run.delegations.remove(delegation)
+
+    def go_on(self, run: Run, run_id: str, now: float) -> Run | None:
+        """Return the run that becomes of what an ended one did not read, if there is any."""
+        if run.final is None:
+            return None
+        stopped = run.stream.stop_asked and not run.superseded_by
+        unread = [steer for steer in run.steers if steer.taken and self._is_unread(run, steer)]
+        # What Hermes has not said yes or no to is judged when it has.
+        run.steers = [] if stopped else [steer for steer in run.steers if not steer.taken]
+        if not unread or stopped:
+            return None
+        moved = [steer.delegation for steer in unread]
+        run.delegations = [delegation for delegation in run.delegations if delegation not in moved]
+        lines = [line for steer in unread for line in steer.lines]
+        unended = [other for other in self.of(run.conversation) if other.final is None]
+        after = next((other for other in unended if other.state == "queued"), None)
+        if after:
+            after.lines[:0] = lines
+            after.delegations += moved
+        else:
+            before = unended[-1] if unended else None
+            after = Run(run_id, run.conversation, lines, list(moved), now, replaces=before)
+            self._runs[run_id] = after
+        before_them = run.final.get("continued", [])
+        run.final |= {"continued_by": after.id, "continued": before_them + moved}
+        return after
+
+    def _is_unread(self, run: Run, steer: Steer) -> bool:
+        if run.final and run.final["finish_reason"] != "stop":
+            return True
+        text = request_text(steer.lines)
+        return text in run.stream.unread or run.stream.rounds == steer.rounds
 
     def begin(self, run: Run) -> str | None:
         """The run's turn has come. Return what to ask Hermes, None if it was stopped."""
         if run.final is not None:
             return None
         before = run.replaces
-        if before and before.final is None:
-            raise AssertionError("the run before has not ended")
-        if before and before.superseded_by and before.final and before.final["finish_reason"] != "stop":
+        if self.active(run.conversation) is not run:
+            raise AssertionError("a run before has not ended")
+        carried = before and before.superseded_by == run.id
+        if carried and before and before.final and before.final["finish_reason"] != "stop":
             run.earlier = [*before.earlier, request_text(before.lines)]
-            run.steps_before = [*before.steps_before, *before.stream.steps]
+            unknown = ["what came before hermes-voice was restarted is not known"] * before.resumed
+            run.steps_before = [*before.steps_before, *unknown, *before.stream.steps]
         asked = request_text(run.lines)
         replaced = replacement_text(run.earlier, run.steps_before, asked) if run.earlier else asked
         run.request, run.replaces = replaced, None
         run.change("starting")
         return run.request
 
-    def accepted(self, run: Run, hermes_id: str, approval_seconds: float) -> bool:
+    def adopt(self, run: Run) -> None:
+        """Take in a run that an earlier process began. What it tells is news to every page."""
+        run.resumed = True
+        run.seq += SEQ_JUMP
+        self._runs[run.id] = run
+
+    def accepted(self, run: Run, hermes_id: str) -> bool:
         """Hermes took the run. True if a stop was asked meanwhile and is due."""
-        run.hermes_id, run.stream.approval_seconds = hermes_id, approval_seconds
+        run.hermes_id, run.body = hermes_id, None
         run.change("stopping" if run.stream.stop_asked else "running")
         return run.stream.stop_asked
 
@@ -1340,10 +1461,237 @@ class RunBook:
             run.change("stopping")
         return run.hermes_id if run.final is None else ""
 
+    def forget(self, conversation: str) -> None:
+        """Drop the conversation's runs."""
+        for run in self.of(conversation):
+            del self._runs[run.id]
+
     def _forget(self) -> None:
         ended = [run.id for run in self._runs.values() if run.final is not None]
         for run_id in ended[: max(0, len(self._runs) - RUNS_LIMIT)]:
             del self._runs[run_id]
+
+
+# ---- journal -----------------------------------------------------------------
+#
+# One SQLite file. A request stands in it before Hermes hears of it, and an end before a
+# page does, so that whatever moment the process dies at, the next one knows what is open:
+#
+#   written before                      so that after a crash
+#   the stream's first line             a request that a page saw accepted is not lost
+#   the POST to Hermes                  the same body is sent again, or not, but never another
+#   following the run                   its status is looked up instead
+#   its final update                    the answer is there to be told
+#   the answer to /runs/<id>/delivered  no second page tells it again
+#
+# A disk that fails later on is warned about and does not take a call down.
+
+JOURNAL_FILE = "journal.sqlite3"
+SCHEMA_VERSION = 1
+SCHEMA = """
+create table runs (
+    id text primary key, conversation text not null, created real not null,
+    ended integer not null, delivered text not null, data text not null
+);
+create index runs_by_conversation on runs (conversation, created);
+create index runs_open on runs (created) where not ended;
+create table delegations (
+    conversation text not null, id text not null, run text not null, primary key (conversation, id)
+);
+create table lines (
+    conversation text not null, key text not null, speaker text not null, text text not null,
+    at real not null, primary key (conversation, key)
+);
+create index lines_by_time on lines (conversation, at);
+create table conversations (id text primary key, updated real not null);
+create index conversations_by_time on conversations (updated);
+create table approvals (
+    run text not null, request text not null, command text not null, answer text not null,
+    by text not null, at real not null
+);
+"""
+
+# The conversation, and twice the time.
+TOUCH = "insert into conversations values (?, ?) on conflict do update set updated = max(updated, ?)"
+
+CONVERSATIONS_LISTED = 100
+RUNS_LISTED = 50  # of one conversation, the newest
+LINES_LISTED = 400  # of one conversation, the newest
+
+# What is stored of a run besides the table's columns; the rest is made anew.
+_STORED = (
+    "lines delegations superseded_by state hermes_id request stored_before seq final earlier"
+    " steps_before body idempotent".split()
+)
+
+
+class Journal:
+    """What must survive a restart. Safe to use from any thread. None keeps it in memory."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._lock = threading.Lock()
+        path = ":memory:"
+        if folder:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = str(folder / JOURNAL_FILE)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        # Surviving a power cut costs a disk flush for each write, of which there are few.
+        self._database.execute("pragma journal_mode = wal")
+        self._database.execute("pragma synchronous = full")
+        self._prepare()
+
+    def _prepare(self) -> None:
+        version = self._database.execute("pragma user_version").fetchone()[0]
+        if version > SCHEMA_VERSION:
+            raise sqlite3.DatabaseError("it was written by a newer hermes-voice")
+        if self._database.execute("pragma quick_check").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError("it is damaged")
+        if version == 0:
+            self._database.executescript(f"begin; {SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
+
+    def _read(self, query: str, *values: object) -> list[Any]:
+        """Run one query. Nothing is found if the disk failed."""
+        try:
+            with self._lock:
+                return self._database.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            log_event("journal.failed", logging.ERROR, detail=error)
+            return []
+
+    def _write(self, *statements: tuple[object, ...]) -> int:
+        """Run statements, all or none. Return how many rows the last one changed, -1 if the disk failed."""
+        try:
+            with self._lock, self._database:
+                self._database.execute("begin immediate")
+                changed = [
+                    self._database.execute(str(query), values).rowcount for query, *values in statements
+                ]
+            return changed[-1]
+        except sqlite3.Error as error:
+            log_event("journal.failed", logging.ERROR, detail=error)
+            return -1
+
+    def save(self, *runs: Run) -> None:
+        """Write runs as they are at this moment. The caller holds the run book's lock."""
+        self._write(*(statement for run in runs for statement in self._saving(run)))
+
+    def _saving(self, run: Run) -> Iterator[tuple[object, ...]]:
+        data = {name: getattr(run, name) for name in _STORED}
+        data["replaces"] = run.replaces.id if run.replaces else None
+        data["steers"] = [[steer.delegation, steer.lines] for steer in run.steers]
+        data["stop_asked"] = run.stream.stop_asked
+        row = (run.id, run.conversation, run.created, run.final is not None, run.delivered, json.dumps(data))
+        yield "insert or replace into runs values (?, ?, ?, ?, ?, ?)", *row
+        # A delegation that Hermes did not take is free again.
+        yield "delete from delegations where conversation = ? and run = ?", run.conversation, run.id
+        for delegation in run.delegations:
+            yield "insert or replace into delegations values (?, ?, ?)", run.conversation, delegation, run.id
+        yield TOUCH, run.conversation, run.created, run.created
+
+    def touch(self, conversation: str, at: float) -> None:
+        """Note that something happened in a conversation."""
+        self._write((TOUCH, conversation, at, at))
+
+    def open_runs(self) -> list[Run]:
+        """The runs that have no final update, oldest first."""
+        rows = self._read("select * from runs where not ended order by created")
+        runs = {row[0]: _run_of(row) for row in rows}
+        for row in rows:
+            before = json.loads(row[5])["replaces"]
+            # One that has ended tells what was asked of it.
+            runs[row[0]].replaces = runs.get(before) or self.run(before)
+        # The clock can have been set back meanwhile.
+        return sorted(runs.values(), key=lambda run: run.state == "queued")
+
+    def run(self, run_id: str) -> Run | None:
+        """The run with this id."""
+        rows = self._read("select * from runs where id = ?", run_id)
+        return _run_of(rows[0]) if rows else None
+
+    def run_for(self, conversation: str, delegation: str) -> Run | None:
+        """The run that a delegation became."""
+        query = "select run from delegations where conversation = ? and id = ?"
+        rows = self._read(query, conversation, delegation)
+        return self.run(rows[0][0]) if rows else None
+
+    def runs_of(self, conversation: str) -> list[Run]:
+        """The conversation's newest runs, oldest first."""
+        query = "select * from runs where conversation = ? order by created desc limit ?"
+        return [_run_of(row) for row in reversed(self._read(query, conversation, RUNS_LISTED))]
+
+    def deliver(self, run_id: str, page: str) -> bool:
+        """Claim to tell the user how a run ended. True for the first page that does."""
+        query = "update runs set delivered = ? where id = ? and ended and delivered in ('', ?)"
+        return self._write((query, page, run_id, page)) != 0
+
+    def note_approval(self, run: Run, question: Question, answer: str, by: str, at: float) -> None:
+        """Write down what was asked and how it was answered."""
+        row = (run.id, question.request_id, question.command, answer, by, at)
+        self._write(("insert into approvals values (?, ?, ?, ?, ?, ?)", *row))
+
+    def add_lines(self, conversation: str, lines: Sequence[Json], at: float) -> None:
+        """Append lines; one whose key came before is replaced in its place."""
+        query = "insert into lines values (?, ?, ?, ?, ?) on conflict do update set text = excluded.text"
+        rows = [(query, conversation, line["key"], line["speaker"], line["text"], at) for line in lines]
+        self._write(*rows, (TOUCH, conversation, at, at))
+
+    def lines_of(self, conversation: str) -> list[Json]:
+        """The conversation's newest lines, oldest first."""
+        query = (
+            "select key, speaker, text, at from lines where conversation = ?"
+            " order by at desc, rowid desc limit ?"
+        )
+        rows = self._read(query, conversation, LINES_LISTED)
+        return [dict(zip(("key", "speaker", "text", "at"), row, strict=True)) for row in reversed(rows)]
+
+    def conversations(self) -> list[Json]:
+        """The newest conversations, newest first, each with its first words."""
+        query = (
+            "select id, updated, (select text from lines where conversation = id and speaker = 'user'"
+            " order by at limit 1) from conversations order by updated desc limit ?"
+        )
+        rows = self._read(query, CONVERSATIONS_LISTED)
+        return [{"id": id, "updated": updated, "title": title or ""} for id, updated, title in rows]
+
+    def forget(self, conversation: str) -> None:
+        """Remove everything of a conversation."""
+        of_runs = "run in (select id from runs where conversation = ?)"
+        deletions = [f"delete from approvals where {of_runs}"]
+        deletions += [
+            f"delete from {table} where conversation = ?" for table in ("runs", "delegations", "lines")
+        ]
+        deletions += ["delete from conversations where id = ?"]
+        self._write(*((deletion, conversation) for deletion in deletions))
+
+    def forget_before(self, at: float) -> None:
+        """Remove the conversations in which nothing happened since, but for open runs."""
+        query = (
+            "select id from conversations where updated < ? and id not in"
+            " (select conversation from runs where not ended)"
+        )
+        for (conversation,) in self._read(query, at):
+            self.forget(conversation)
+
+    def close(self) -> None:
+        """Write what is left and let the file go."""
+        with self._lock:
+            self._database.close()
+
+
+def _run_of(row: tuple[str, str, float, int, str, str]) -> Run:
+    run_id, conversation, created, _, delivered, text = row
+    data = json.loads(text)
+    run = Run(run_id, conversation, data["lines"], data["delegations"], created)
+    for name in _STORED:
+        setattr(run, name, data[name])
+    run.delivered = delivered
+    run.stream.stop_asked = data["stop_asked"]
+    # How often it had looked by then is not known any more; its own account must do.
+    run.steers = [Steer(delegation, lines, -1, taken=True) for delegation, lines in data["steers"]]
+    if run.final:
+        run.updates.append(run.final)
+    return run
 
 
 # ---- upstream ----------------------------------------------------------------
@@ -1656,6 +2004,10 @@ class Hermes(Upstream):
             if error.answered not in (404, 409):
                 raise
 
+    def steer(self, run_id: str, text: str) -> None:
+        """Hand words to a running run (0.20.4 on). It reads them after its next tool call."""
+        self.ask("POST", f"/v1/runs/{run_id}/steer", {"input": text})
+
     def answer(self, run_id: str, choice: str, bound: str | None) -> None:
         """Answer the pending question, the one meant where Hermes binds answers."""
         body = {"choice": choice, "request_id": bound} if bound else {"choice": choice}
@@ -1670,6 +2022,14 @@ class Hermes(Upstream):
                 raise
             data = []
         return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
+
+    def forget(self, conversation: str) -> None:
+        """Delete the conversation's stored messages. That there are none is no error."""
+        try:
+            self.ask("DELETE", f"/api/sessions/{conversation}")
+        except Refused as error:
+            if error.answered != 404:
+                raise
 
     def events(self, run_id: str) -> EventStream:
         """Open the run's only event stream."""
@@ -1729,6 +2089,7 @@ class Waits:
     turn: float = 30  # for a stopped run to end before its replacement starts
     start: tuple[float, ...] = (0.5, 1, 2, 4)  # where Hermes names none; it is tried once more
     start_most: float = 15
+    steer: float = 5  # for a run that Hermes was sent to be accepted
 
 
 @dataclass(frozen=True)
@@ -1766,6 +2127,7 @@ class App:
         access: str | None,
         openai: OpenAI,
         hermes: Hermes,
+        journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_id: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
@@ -1773,12 +2135,14 @@ class App:
         self.access = access
         self.openai = openai
         self.hermes = hermes
+        self.journal = journal or Journal(None)
         self.clock = clock
         self.new_id = new_id
         self.waits = Waits()
         self.changed = threading.Condition()
         self.book = RunBook()
         self.closing = False
+        self._saved: dict[str, tuple[object, ...]] = {}  # what stands in the journal of open runs
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
         self.live_session = ""
@@ -1787,7 +2151,40 @@ class App:
         """Add updates to a run and wake who follows it."""
         with self.changed:
             run.publish(updates)
-            self.changed.notify_all()
+            self.go_on(run)
+
+    def go_on(self, run: Run) -> None:
+        """Tell of a run; if it has ended, start what its unread words become. The caller holds the lock."""
+        new_id = self.new_id() if run.final and run.steers else ""
+        after = self.book.go_on(run, new_id, time.time()) if new_id else None
+        self.announce(run, *([after] if after else []))
+        if after and after.id == new_id:
+            in_background(work, self, after)
+
+    def announce(self, *runs: Run) -> None:
+        """Write runs down where that matters, then wake who follows them. The caller holds the lock."""
+        marks = {
+            run.id: (
+                (run.state, run.hermes_id, run.body is None, run.stream.stop_asked, run.superseded_by),
+                tuple(run.delegations),
+            )
+            for run in runs
+        }
+        changed = [run for run in runs if self._saved.get(run.id) != marks[run.id]]
+        if changed:
+            self.journal.save(*changed)
+        self._saved |= marks
+        for run in runs:
+            if run.final is not None:
+                del self._saved[run.id]
+        self.changed.notify_all()
+
+    def find(self, run_id: str) -> Run:
+        """The run with this id. Raise NotFound. The caller holds the lock."""
+        run = self.book.get(run_id) or self.journal.run(run_id)
+        if run is None:
+            raise NotFound("This task is not known here any more.", code="run_not_found")
+        return run
 
     def close(self) -> None:
         """Let every stream say its last line. Runs go on at Hermes."""
@@ -1891,21 +2288,73 @@ def post_delegate(app: App, request: Request) -> Updates:
         raise BadRequest("'lines' must hold something the user said.")
     given = request.body.get("delegation_id")
     delegation = app.new_id() if given is None else id_of(request.body, "delegation_id")
+    run = route(app, conversation, delegation, lines)
+    log_event("run.asked", conversation=conversation, delegation=delegation, run=run.id)
+    return Updates(updates_after(app, run, 0))
+
+
+def route(app: App, conversation: str, delegation: str, lines: list[Json]) -> Run:
+    """Decide what a request becomes: the run it was before, words for the active run, or a run."""
+    book, policy = app.book, app.config.on_new_request
     with app.changed:
-        run, new = app.book.claim(conversation, delegation, lines, app.new_id(), time.time())
-        app.changed.notify_all()
-    log_event("run.asked", conversation=conversation, delegation=delegation, run=run.id, new=new)
+        if policy == "steer":
+            # A run that Hermes has just been sent can be steered in a moment.
+            app.changed.wait_for(
+                lambda: book.find(conversation, delegation) or not is_starting(book.active(conversation)),
+                app.waits.steer,
+            )
+        known = book.find(conversation, delegation) or app.journal.run_for(conversation, delegation)
+        if known:
+            return known
+        active = book.active(conversation)
+        steered = active if policy == "steer" and active and active.state == "running" else None
+        if steered:
+            book.steer(steered, delegation, lines)
+            app.announce(steered)
+    if steered:
+        hand_over(app, steered, delegation, lines)
+    with app.changed:
+        # The run that took the words may have ended, and they have gone on into another one.
+        known = book.find(conversation, delegation)
+        if known:
+            return known
+        policy = "queue" if policy == "queue" else "restart"
+        run = book.claim(conversation, delegation, lines, app.new_id(), time.time(), policy)
+        new = run.delegations == [delegation]
+        app.announce(run, *([run.replaces] if run.replaces else []))
     if new:
         in_background(work, app, run)
-    return Updates(updates_after(app, run, 0))
+    return run
+
+
+def is_starting(run: Run | None) -> bool:
+    """Whether Hermes has been sent a run and has not answered."""
+    return run is not None and run.state == "starting"
+
+
+def hand_over(app: App, run: Run, delegation: str, lines: list[Json]) -> None:
+    """Hand words to a running run. If Hermes does not take them, they are free again."""
+    taken = True
+    try:
+        app.hermes.steer(run.hermes_id, request_text(lines))
+    except UpstreamError as error:
+        log_event("run.unsteered", run=run.id, detail=error.detail)
+        # They may have arrived: the run's end tells whether they were read.
+        taken = error.answered is None and error.arrived
+    with app.changed:
+        if taken:
+            app.book.steered(run, delegation)
+        else:
+            app.book.unsteer(run, delegation)
+        app.go_on(run)
 
 
 def work(app: App, run: Run) -> None:
     """Take one run from its turn to its end. Nothing else follows it at Hermes."""
     try:
         asked = wait_for_turn(app, run)
-        if asked and start_run(app, run, asked):
-            log_event("run.started", run=run.id, hermes=run.hermes_id)
+        if run.hermes_id or (asked and start_run(app, run, asked)):
+            log_event("run.followed", run=run.id, hermes=run.hermes_id, again=run.resumed)
             follow_run(app, run)
     except VoiceError as error:
         log_event("run.trouble", logging.WARNING, run=run.id, code=error.code, detail=error.detail)
@@ -1922,14 +2371,19 @@ def work(app: App, run: Run) -> None:
 
 def wait_for_turn(app: App, run: Run) -> str | None:
     """Stop the run before this one and wait for its end. Return what to ask Hermes."""
+    if run.state != "queued":
+        return run.request
     before = run.replaces
-    if before:
+    superseding = before is not None and before.superseded_by == run.id
+    if before and superseding and not before.final:
         stop_run(app, before)
     with app.changed:
-        over = app.changed.wait_for(lambda: run.final or not before or before.final, app.waits.turn)
+        patience = app.waits.turn if superseding else None
+        # A queued run can end before the one that it waits for.
+        over = app.changed.wait_for(lambda: run.final or app.book.active(run.conversation) is run, patience)
         if over:
             asked = app.book.begin(run)
-            app.changed.notify_all()
+            app.announce(run)
             return asked
     raise Conflict(
         "Hermes has not stopped the task before, so this one was not started. Stop it and ask again.",
@@ -1938,39 +2392,43 @@ def wait_for_turn(app: App, run: Run) -> str | None:
 
 
 def start_run(app: App, run: Run, asked: str) -> bool:
-    """Hand the run to Hermes. False if it was stopped before Hermes took it."""
+    """Hand the run to Hermes. False if it was stopped before that, or the server closes."""
     key = f"{run.conversation}.{run.delegations[0]}"
-    # Until there is a body, Hermes is only read from, which can always be repeated.
-    idempotent, body = True, None
-    unsure = False  # whether it may be running already
+    sent = run.body is not None  # Hermes may have it
+    if sent and not run.idempotent:
+        raise uncertain(f"an earlier process may have sent it, run {run.id}")
     for wait in (*app.waits.start, None):
-        if run.stream.stop_asked and not unsure:
+        stopped = run.stream.stop_asked
+        if stopped and not sent:
             app.publish(run, run.stream.give_up("cancelled", "The task was stopped before it began."))
             return False
         try:
-            if body is None:
-                idempotent, body = start_body(app, run, asked)
-            hermes_id = app.hermes.start(body, key)
+            if run.body is None:
+                prepare_body(app, run, asked)
+            hermes_id = app.hermes.start(run.body or {}, key)
             break
         except UpstreamError as error:
-            unsure = unsure or (body is not None and error.arrived and error.answered is None)
-            if wait is None or not may_repeat(error, idempotent):
-                raise uncertain(error) if unsure else error from None
+            # Until there is a body, Hermes is only read from, which can always be repeated.
+            sent = sent or (run.body is not None and error.arrived and error.answered is None)
+            if wait is None or not may_repeat(error, run.body is None or run.idempotent):
+                raise uncertain(error.detail) if sent else error from None
             pause = min(error.retry_after or wait, app.waits.start_most)
         with app.changed:
-            app.changed.wait_for(lambda: run.stream.stop_asked or app.closing, timeout=pause)
-    seconds = app.config.approval_seconds or APPROVAL_SECONDS[idempotent]
+            # A stop asks at once; once it has, the waits grow as before.
+            wake = lambda then=stopped: run.stream.stop_asked != then or app.closing  # noqa: E731
+            app.changed.wait_for(wake, pause)
+        if app.closing:
+            return False  # The next process goes on where this one was.
     with app.changed:
-        run.stream.binds = idempotent
-        stop_due = app.book.accepted(run, hermes_id, seconds - (0 if idempotent else APPROVAL_MARGIN))
-        app.changed.notify_all()
+        stop_due = app.book.accepted(run, hermes_id)
+        app.announce(run)
     if stop_due:
         tell_hermes_to_stop(app, run)
     return True
 
 
-def start_body(app: App, run: Run, asked: str) -> tuple[bool, Json]:
-    """Whether this Hermes can be sent the same start again, and what it is sent each time."""
+def prepare_body(app: App, run: Run, asked: str) -> None:
+    """Decide once what Hermes is sent for a run, and whether that can be sent again."""
     idempotent = app.hermes.is_idempotent()
     body: Json = {
         "input": asked,
@@ -1981,7 +2439,9 @@ def start_body(app: App, run: Run, asked: str) -> tuple[bool, Json]:
         stored = app.hermes.messages(run.conversation)
         run.stored_before, history = len(stored), transcript_history(stored)
         body |= {"conversation_history": history} if history else {}
-    return idempotent, body
+    with app.changed:
+        run.idempotent, run.body = idempotent, body
+        app.announce(run)
 
 
 def may_repeat(error: UpstreamError, idempotent: bool) -> bool:
@@ -1991,19 +2451,23 @@ def may_repeat(error: UpstreamError, idempotent: bool) -> bool:
     return idempotent or not error.arrived
 
 
-def uncertain(error: UpstreamError) -> UpstreamError:
+def uncertain(detail: str) -> UpstreamError:
     """What a start without an answer means where it must not be repeated."""
     return Unreachable(
         "Hermes did not confirm the task, so it may or may not be running. Look before you ask again.",
         code="hermes_uncertain",
-        detail=error.detail,
+        detail=detail,
     )
 
 
 def follow_run(app: App, run: Run) -> None:
     """Read the run's events once, from the first byte; look its status up when they fail."""
+    run.stream.binds = run.idempotent
+    seconds = app.config.approval_seconds or APPROVAL_SECONDS[run.idempotent]
+    run.stream.approval_seconds = seconds - (0 if run.idempotent else APPROVAL_MARGIN)
     inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    events = open_events(app, run, inbox)
+    # A second subscription would hang for ever in most versions, so the status must do.
+    events = None if run.resumed else open_events(app, run, inbox)
     wait = app.waits.first
     looked_at = app.clock()
     away_since: float | None = None
@@ -2016,9 +2480,7 @@ def follow_run(app: App, run: Run) -> None:
             events = None
         elif chunk and events:
             try:
-                with app.changed:
-                    run.publish(run.stream.feed(chunk, app.clock()))
-                    app.changed.notify_all()
+                app.publish(run, run.stream.feed(chunk, app.clock()))
             except Garbled as error:
                 log_event("run.garbled", logging.WARNING, run=run.id, detail=error.detail)
                 events.close()
@@ -2110,7 +2572,7 @@ def stop_run(app: App, run: Run) -> None:
     """Ask for a run's stop, wherever it is on its way. Its worker sees that it holds."""
     with app.changed:
         due = app.book.ask_stop(run)
-        app.changed.notify_all()
+        app.announce(run)
     log_event("run.stopping", run=run.id, told_hermes=due)
     if due:
         tell_hermes_to_stop(app, run)
@@ -2127,7 +2589,7 @@ def tell_hermes_to_stop(app: App, run: Run) -> None:
 def post_stop(app: App, request: Request) -> Reply:
     """Stop a run. The answer is `stopping`, or how it has ended already."""
     with app.changed:
-        run = app.book.get(request.ids[0])
+        run = app.find(request.ids[0])
     if run.final is None:
         stop_run(app, run)
     with app.changed:
@@ -2141,7 +2603,10 @@ def get_runs(app: App, request: Request) -> Reply:
     if not ID.fullmatch(conversation):
         raise BadRequest("'conversation' must be a conversation's id.")
     with app.changed:
-        return Reply({"runs": [run_summary(run) for run in app.book.of(conversation)]})
+        # The book's are newer, and there whatever the disk does.
+        both = [*app.journal.runs_of(conversation), *app.book.of(conversation)]
+        runs = sorted({run.id: run for run in both}.values(), key=lambda run: run.created)
+        return Reply({"runs": [run_summary(run) for run in runs[-RUNS_LISTED:]]})
 
 
 def run_summary(run: Run) -> Json:
@@ -2151,9 +2616,39 @@ def run_summary(run: Run) -> Json:
         "state": run.state,
         "request": run.asked,
         "delegations": list(run.delegations),
-        "created": run.created,
+        "seconds": max(0, round(time.time() - run.created)),
+        "delivered": bool(run.delivered),
         "result": run.final,
     }
+
+
+def post_delivered(app: App, request: Request) -> Reply:
+    """Claim to tell the user how a run ended, so that two pages never both do.
+
+    A page that names itself may repeat its claim, in case the answer was lost.
+    """
+    page = app.new_id() if request.body.get("page") is None else id_of(request.body, "page")
+    with app.changed:
+        run = app.find(request.ids[0])
+        if run.final is None:
+            raise Conflict("The task has not ended yet.", code="not_ended")
+        # A run in the book knows it itself, whatever the disk does.
+        first = app.journal.deliver(run.id, page) or run is app.book.get(run.id)
+        if run.delivered not in ("", page) or not first:
+            raise Conflict("Another page has told the user of it.", code="delivered")
+        run.delivered = page
+    return Reply({"run_id": run.id, "delivered": True})
+
+
+def resume_runs(app: App) -> None:
+    """Take up what an earlier process left open."""
+    with app.changed:
+        runs = app.journal.open_runs()
+        for run in runs:
+            app.book.adopt(run)
+    for run in runs:
+        log_event("run.resumed", run=run.id, state=run.state, hermes=run.hermes_id)
+        in_background(work, app, run)
 
 
 def get_updates(app: App, request: Request) -> Updates:
@@ -2162,7 +2657,7 @@ def get_updates(app: App, request: Request) -> Updates:
     if not re.fullmatch(r"\d{1,9}", after):
         raise BadRequest("'after' must be the number of an update.")
     with app.changed:
-        run = app.book.get(request.ids[0])
+        run = app.find(request.ids[0])
     return Updates(updates_after(app, run, int(after)))
 
 
@@ -2177,7 +2672,7 @@ def updates_after(app: App, run: Run, after: int) -> Iterator[list[Json]]:
             news = lambda seen=after: run.seq > seen or run.final or app.closing  # noqa: E731
             app.changed.wait_for(news, app.waits.heartbeat)
             batch = [fresh(run, update, app.clock()) for update in run.updates if update["seq"] > after]
-            final, closing = run.final, app.closing
+            final, closing, newest = run.final, app.closing, run.seq
         if final and final not in batch:
             batch.append(final)
         elif closing and not final:
@@ -2186,7 +2681,7 @@ def updates_after(app: App, run: Run, after: int) -> Iterator[list[Json]]:
         yield batch or [{"type": "heartbeat", "seq": after}]
         if final or closing:
             return
-        after = batch[-1]["seq"] if batch else after
+        after = newest  # Of an earlier process's updates only the numbers are left.
 
 
 def fresh(run: Run, update: Json, now: float) -> Json:
@@ -2195,6 +2690,42 @@ def fresh(run: Run, update: Json, now: float) -> Json:
     if update["type"] == "approval" and question and question.request_id == update["request_id"]:
         return {**update, "seconds_left": max(0, round(question.until - now))}
     return update
+
+
+# Conversations
+
+
+def get_conversations(app: App, request: Request) -> Reply:
+    """The lasting talks, newest first."""
+    return Reply({"conversations": app.journal.conversations()})
+
+
+def get_conversation(app: App, request: Request) -> Reply:
+    """The newest lines of a conversation."""
+    return Reply({"id": request.ids[0], "lines": app.journal.lines_of(request.ids[0])})
+
+
+def post_lines(app: App, request: Request) -> Reply:
+    """Append what was said. A line that comes again, by its key, is replaced in its place."""
+    lines = lines_of(request.body, "lines", keyed=True)
+    app.journal.add_lines(request.ids[0], lines, time.time())
+    return Reply({"lines": len(lines)})
+
+
+def delete_conversation(app: App, request: Request) -> Reply:
+    """Forget a conversation here and at Hermes. A running task must be stopped first."""
+    conversation = request.ids[0]
+    with app.changed:
+        if any(run.final is None for run in app.book.of(conversation)):
+            raise Conflict("Hermes is working in this conversation. Stop the task first.", code="working")
+        app.book.forget(conversation)
+        app.journal.forget(conversation)
+    try:
+        app.hermes.forget(conversation)
+    except UpstreamError as error:
+        log_event("conversation.kept", logging.WARNING, conversation=conversation, detail=error.detail)
+        return Reply({"forgotten": True, "hermes": False})
+    return Reply({"forgotten": True, "hermes": True})
 
 
 # Approvals
@@ -2213,10 +2744,11 @@ def post_approve(app: App, request: Request) -> Reply:
         raise BadRequest(f"'choice' must be one of {', '.join(CHOICES)}.")
     request_id = id_of(body, "request_id") if body.get("request_id") is not None else None
     with app.changed:
-        run = app.book.get(run_id)
+        run = app.find(run_id)
         question = claim_question(run, request_id, choice, app.clock())
     answer_hermes(app, run, question, choice)
     by = "choice" if heard is None else "voice"
+    app.journal.note_approval(run, question, choice, by, time.time())
     log_event("approval.answered", run=run.id, request=question.request_id, choice=choice, by=by)
     return Reply({"choice": choice, "resolved": 1})
 
@@ -2249,7 +2781,7 @@ def answer_hermes(app: App, run: Run, question: Question, choice: str) -> None:
     with app.changed:
         if run.stream.question is question:
             run.publish(run.stream.close_question(reason))
-            app.changed.notify_all()
+            app.announce(run)
     if reason == "timeout":
         raise Conflict("The answer came too late: Hermes no longer waits for it.", code="too_late")
 
@@ -2270,6 +2802,7 @@ def get_config(app: App, request: Request) -> Reply:
             "language": config.language,
             "glossary": [term.term for term in config.glossary],
             "idle_seconds": config.idle_seconds,
+            "stop_phrases": list(config.stop_phrases),
         }
     )
 
@@ -2302,8 +2835,8 @@ def id_of(body: Json, key: str) -> str:
     return value
 
 
-def lines_of(body: Json, key: str) -> list[Json]:
-    """A list of what was said. Raise BadRequest or TooLarge, naming the entry."""
+def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
+    """A list of what was said, each with a key if wanted. Raise BadRequest or TooLarge, naming the entry."""
     entries = body.get(key)
     if not isinstance(entries, list) or not entries:
         raise BadRequest(f"'{key}' must be a list that is not empty.")
@@ -2316,7 +2849,8 @@ def lines_of(body: Json, key: str) -> list[Json]:
         text = entry.get("text")
         if text != "" and not (isinstance(text, str) and text.isspace()):  # an empty line is harmless
             name = f"{key}[{number}].text"
-            lines.append({"speaker": entry["speaker"], "text": text_of({name: text}, name, LINE_CHARS)})
+            line = {"speaker": entry["speaker"], "text": text_of({name: text}, name, LINE_CHARS)}
+            lines.append(line | ({"key": id_of(entry, "key")} if keyed else {}))
     return lines
 
 
@@ -2347,6 +2881,11 @@ ROUTES: list[tuple[str, str, Handling, bool]] = [
     ("GET", "/runs", get_runs, TOKEN),
     ("GET", "/runs/<id>/updates", get_updates, TOKEN),
     ("POST", "/runs/<id>/stop", post_stop, TOKEN),
+    ("POST", "/runs/<id>/delivered", post_delivered, TOKEN),
+    ("GET", "/conversations", get_conversations, TOKEN),
+    ("GET", "/conversations/<id>", get_conversation, TOKEN),
+    ("DELETE", "/conversations/<id>", delete_conversation, TOKEN),
+    ("POST", "/conversations/<id>/lines", post_lines, TOKEN),
     ("POST", "/approve", post_approve, TOKEN),
 ]
 _PATTERNS = [
@@ -2701,6 +3240,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--openai-base-url", default=DEFAULT_OPENAI_URL, metavar="URL", help="default %(default)s")
     add("--access-token-file", type=Path, metavar="FILE", help="what the page must show to be let in")
     add("--config", type=Path, metavar="FILE", help="JSON, see config.example.json")
+    add(
+        "--state",
+        metavar="DIR",
+        help="where the journal lies, or: none; default: systemd's or ~/.local/state",
+    )
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
     add("--version", action="version", version=f"hermes-voice {__version__}")
     return parser.parse_args(argv)
@@ -2711,6 +3255,19 @@ def page_folder(given: Path | None) -> Path:
     beside = Path(__file__).resolve().parent / "static"
     installed = Path(sysconfig.get_path("data")) / "share" / "hermes-voice" / "static"
     return given or (beside if beside.is_dir() else installed)
+
+
+def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Journal:
+    """The journal, where it is told to be or where state belongs. Raise ConfigError."""
+    home = Path(environ.get("XDG_STATE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".local/state")
+    folder = Path(given or environ.get("STATE_DIRECTORY") or home / "hermes-voice")
+    try:
+        journal = Journal(None if given == "none" else folder)
+        journal.forget_before(time.time() - days * 86400)
+        return journal
+    except (OSError, sqlite3.Error) as error:
+        hint = "give another folder, move the file away, or run without memory: --state none"
+        raise ConfigError([f"--state {folder}: the journal cannot be used: {error}; {hint}"]) from None
 
 
 def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
@@ -2736,6 +3293,7 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     )
     access = attempt(lambda: find_secret("access-token", args.access_token_file, "", environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
+    journal = attempt(lambda: open_journal(args.state, config.history_days, environ), None)
     if not is_loopback(host) and not access and not args.access_token_file:
         problems.append(
             f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
@@ -2743,9 +3301,8 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         )
     if problems:
         raise ConfigError(problems)
-    app = App(
-        config, access or None, OpenAI(args.openai_base_url, openai_key), Hermes(args.hermes_url, hermes_key)
-    )
+    openai, hermes = OpenAI(args.openai_base_url, openai_key), Hermes(args.hermes_url, hermes_key)
+    app = App(config, access or None, openai, hermes, journal)
     try:
         return Server((host, port), app, page), warnings
     except (OSError, UnicodeError) as error:
@@ -2773,22 +3330,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for warning in warnings:
         print(f"hermes-voice: warning: {warning}", file=sys.stderr)
     log_event("server.starting", version=__version__)
-    told = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: told.set())
-    serve_until(server, told)
+    # A handler could come too late for a main thread that is just going to sleep.
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    serve_until(server, lambda: signal.sigwait(ends))
     return 0
 
 
-def serve_until(server: Server, told: threading.Event) -> None:
-    """Serve until told to stop, then let the streams end."""
+def serve_until(server: Server, wait: Callable[[], object]) -> None:
+    """Serve until the wait is over, then let the streams end."""
     app = server.app
     host, port = str(server.server_address[0]), server.server_address[1]
     named = f"[{host}]" if ":" in host else host
+    resume_runs(app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     log_event("server.listening", url=f"http://{named}:{port}/", token="needed" if app.access else "none")
-    told.wait()
+    wait()
     server.shutdown()
     server.server_close()
     app.close()

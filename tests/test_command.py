@@ -241,9 +241,7 @@ def built(argv, **environ):
 def keys_of(argv, **environ):
     """The keys that upstreams are shown, and the token that the page must show."""
     with ScriptedHermes() as upstream:
-        server, _ = built(
-            [*argv, "--hermes-url", upstream.url, "--openai-base-url", upstream.url], **environ
-        )
+        server, _ = built([*argv, "--hermes-url", upstream.url, "--openai-base-url", upstream.url], **environ)
         for client in (server.app.openai, server.app.hermes):
             client.call("GET", "/")
         shown = [seen.headers["Authorization"].removeprefix("Bearer ") for seen in upstream.seen]

@@ -100,7 +100,7 @@ def test_good_values_are_taken(given, used):
         (
             {"zzz": 1},
             "unknown key 'zzz'; known keys: model, voice, language, instructions, glossary,"
-            " idle_seconds, approval_seconds, public_hosts",
+            " idle_seconds, approval_seconds, history_days, on_new_request, stop_phrases, public_hosts",
         ),
         ({"model": 1}, "'model' must be a string"),
         ({"model": " "}, "'model' must not be empty"),
@@ -133,6 +133,14 @@ def test_good_values_are_taken(given, used):
         ({"idle_seconds": "60"}, "'idle_seconds' must be a whole number from 30 to 7200"),
         ({"approval_seconds": -1}, "'approval_seconds' must be a whole number from 0 to 86400"),
         ({"approval_seconds": True}, "'approval_seconds' must be a whole number from 0 to 86400"),
+        ({"history_days": 0}, "'history_days' must be a whole number from 1 to 36500"),
+        ({"on_new_request": "stear"}, "'on_new_request' must be one of steer, restart, queue"),
+        ({"on_new_request": ["steer"]}, "'on_new_request' must be one of steer, restart, queue"),
+        ({"stop_phrases": "stop"}, "'stop_phrases' must be a list of at most 100 phrases"),
+        ({"stop_phrases": ["stop"] * 101}, "'stop_phrases' must be a list of at most 100 phrases"),
+        ({"stop_phrases": [5]}, "'stop_phrases' must be a string"),
+        ({"stop_phrases": ["stop", " "]}, "'stop_phrases' must not hold an empty phrase"),
+        ({"stop_phrases": ["s" * 81]}, "'stop_phrases' must have at most 80 characters, has 81"),
         ({"public_hosts": "a"}, "'public_hosts' must be a list of at most 50 host names"),
         ({"public_hosts": ["a"] * 51}, "'public_hosts' must be a list of at most 50 host names"),
         ({"public_hosts": [5]}, "'public_hosts' entries must be a string"),

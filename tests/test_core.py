@@ -29,7 +29,6 @@ from hermes_voice import (
     TRANSCRIPT_MESSAGES,
     UPDATES_LIMIT,
     Garbled,
-    NotFound,
     RunBook,
     RunStream,
     SSEDecoder,
@@ -1209,15 +1208,24 @@ class Talk:
         self.name = name
         self.count = 0
 
-    def claim(self, delegation, text="Go."):
+    def claim(self, delegation, text="Go.", policy="restart"):
         self.count += 1
-        return self.book.claim(self.name, delegation, [user(text)], f"{self.name}-r{self.count}", 0.0)
+        name = f"{self.name}-r{self.count}"
+        return self.book.claim(self.name, delegation, [user(text)], name, 0.0, policy)
 
     def started(self, delegation, text="Go."):
-        run, _ = self.claim(delegation, text)
+        run = self.claim(delegation, text)
         self.book.begin(run)
-        self.book.accepted(run, f"hermes-{run.id}", 60)
+        self.book.accepted(run, f"hermes-{run.id}")
         return run
+
+    def steered(self, run, delegation, text):
+        self.book.steer(run, delegation, [user(text)])
+        self.book.steered(run, delegation)
+
+    def go_on(self, run):
+        self.count += 1
+        return self.book.go_on(run, f"{self.name}-r{self.count}", 0.0)
 
 
 def end(run, state="completed"):
@@ -1230,63 +1238,63 @@ def told(run, kind):
 
 
 def test_a_delegation_gets_a_run_to_work_on():
-    run, new = Talk().claim("d1", "Buy milk.")
+    run = Talk().claim("d1", "Buy milk.")
 
-    assert new
     assert (run.state, run.asked, run.delegations) == ("queued", "Buy milk.", ["d1"])
 
 
 def test_the_same_delegation_finds_its_run_at_any_time():
     talk = Talk()
-    run, _ = talk.claim("d1")
-    found = [talk.claim("d1")]
+    run = talk.claim("d1")
+    found = [talk.book.find("talk", "d1")]
     talk.book.begin(run)
-    found.append(talk.claim("d1"))
-    talk.book.accepted(run, "h1", 60)
+    found.append(talk.book.find("talk", "d1"))
+    talk.book.accepted(run, "h1")
     end(run)
-    found.append(talk.claim("d1"))
+    found.append(talk.book.find("talk", "d1"))
 
-    assert found == [(run, False)] * 3
+    assert found == [run] * 3
+    assert talk.book.find("talk", "d2") is None
     assert talk.book.of("talk") == [run]
 
 
 def test_the_same_delegation_of_another_conversation_is_another_one():
     talk = Talk()
-    run, _ = talk.claim("d1")
+    run = talk.claim("d1")
 
-    other, new = Talk(talk.book, "other").claim("d1")
+    other = Talk(talk.book, "other").claim("d1")
 
-    assert new
     assert other is not run
     assert other.replaces is None
+    assert talk.book.find("talk", "d1") is run
+    assert talk.book.find("other", "d1") is other
 
 
 def test_two_claims_at_once_become_one_run_with_all_words():
     talk = Talk()
-    run, _ = talk.claim("d1", "Buy milk.")
+    run = talk.claim("d1", "Buy milk.")
 
-    joined, new = talk.claim("d2", "And bread.")
+    joined = talk.claim("d2", "And bread.")
 
-    assert (joined, new) == (run, False)
+    assert joined is run
     assert run.delegations == ["d1", "d2"]
     assert talk.book.begin(run).endswith("User: Buy milk.\nUser: And bread.")
 
 
 def test_a_claim_while_hermes_is_being_asked_waits_for_that_run():
     talk = Talk()
-    first, _ = talk.claim("d1")
+    first = talk.claim("d1")
     talk.book.begin(first)
 
-    second, new = talk.claim("d2")
+    second = talk.claim("d2")
 
-    assert new
     assert (first.state, second.state, second.replaces) == ("starting", "queued", first)
 
 
 def test_a_run_does_not_begin_before_the_one_it_replaces_has_ended():
     talk = Talk()
     talk.started("d1")
-    second, _ = talk.claim("d2")
+    second = talk.claim("d2")
 
     with pytest.raises(AssertionError):
         talk.book.begin(second)
@@ -1298,7 +1306,7 @@ def test_a_replacement_is_asked_for_both():
     talk = Talk()
     first = talk.started("d1", "Buy milk.")
     read_into(first, event("tool.completed", tool="terminal"))
-    second, _ = talk.claim("d2", "No, bread.")
+    second = talk.claim("d2", "No, bread.")
     assert talk.book.ask_stop(first) == first.hermes_id
     end(first, "cancelled")
 
@@ -1316,13 +1324,13 @@ def test_a_replacement_of_a_replacement_is_asked_for_all_three():
     talk = Talk()
     first = talk.started("d1", "Buy milk.")
     read_into(first, event("tool.completed", tool="terminal"))
-    second, _ = talk.claim("d2", "And bread.")
+    second = talk.claim("d2", "And bread.")
     talk.book.ask_stop(first)
     end(first, "cancelled")
     talk.book.begin(second)
-    talk.book.accepted(second, "h2", 60)
+    talk.book.accepted(second, "h2")
     read_into(second, event("tool.completed", tool="memory"))
-    third, _ = talk.claim("d3", "And eggs.")
+    third = talk.claim("d3", "And eggs.")
     talk.book.ask_stop(second)
     end(second, "cancelled")
 
@@ -1336,7 +1344,7 @@ def test_a_replacement_of_a_replacement_is_asked_for_all_three():
 def test_what_was_asked_of_a_run_that_broke_off_is_asked_again(state):
     talk = Talk()
     first = talk.started("d1", "Buy milk.")
-    second, _ = talk.claim("d2", "No, bread.")
+    second = talk.claim("d2", "No, bread.")
     end(first, state)
 
     assert "Buy milk." in talk.book.begin(second)
@@ -1345,7 +1353,7 @@ def test_what_was_asked_of_a_run_that_broke_off_is_asked_again(state):
 def test_what_was_done_in_the_meantime_is_not_asked_again():
     talk = Talk()
     first = talk.started("d1", "Buy milk.")
-    second, _ = talk.claim("d2", "And bread.")
+    second = talk.claim("d2", "And bread.")
     end(first, "completed")
 
     assert talk.book.begin(second) == "And bread."
@@ -1356,7 +1364,7 @@ def test_what_the_user_stopped_is_not_asked_again():
     talk = Talk()
     first = talk.started("d1", "Buy milk.")
     talk.book.ask_stop(first)
-    second, _ = talk.claim("d2", "Buy bread.")
+    second = talk.claim("d2", "Buy bread.")
     end(first, "cancelled")
 
     assert talk.book.begin(second) == "Buy bread."
@@ -1365,7 +1373,7 @@ def test_what_the_user_stopped_is_not_asked_again():
 def test_a_replaced_run_is_cancelled_in_silence():
     talk = Talk()
     first = talk.started("d1")
-    second, _ = talk.claim("d2")
+    second = talk.claim("d2")
     talk.book.ask_stop(first)
 
     end(first, "cancelled")
@@ -1389,29 +1397,28 @@ def test_a_claim_after_the_end_replaces_nothing():
     talk = Talk()
     end(talk.started("d1"))
 
-    second, new = talk.claim("d2")
+    second = talk.claim("d2")
 
-    assert new
     assert second.replaces is None
 
 
 def test_a_stop_before_hermes_has_answered_is_due_when_it_has():
     talk = Talk()
-    run, _ = talk.claim("d1")
+    run = talk.claim("d1")
     talk.book.begin(run)
 
     assert talk.book.ask_stop(run) == ""
     assert run.state == "starting"
-    assert talk.book.accepted(run, "h1", 60) is True
+    assert talk.book.accepted(run, "h1") is True
     assert run.state == "stopping"
 
 
 def test_a_stop_after_hermes_has_answered_is_due_at_once():
     talk = Talk()
-    run, _ = talk.claim("d1")
+    run = talk.claim("d1")
     talk.book.begin(run)
 
-    assert talk.book.accepted(run, "h1", 60) is False
+    assert talk.book.accepted(run, "h1") is False
     assert run.state == "running"
     assert talk.book.ask_stop(run) == "h1"
     assert run.state == "stopping"
@@ -1428,7 +1435,7 @@ def test_stopping_twice_asks_hermes_twice_and_tells_the_page_once():
 def test_a_stop_while_queued_ends_the_run_unstarted():
     talk = Talk()
     first = talk.started("d1")
-    second, _ = talk.claim("d2")
+    second = talk.claim("d2")
 
     assert talk.book.ask_stop(second) == ""
     assert second.final["finish_reason"] == "cancelled"
@@ -1449,12 +1456,11 @@ def test_a_stop_after_the_end_changes_nothing():
 def test_a_claim_after_a_stop_while_queued_waits_for_the_run_that_works():
     talk = Talk()
     first = talk.started("d1")
-    second, _ = talk.claim("d2")
+    second = talk.claim("d2")
     talk.book.ask_stop(second)
 
-    third, new = talk.claim("d3")
+    third = talk.claim("d3")
 
-    assert new
     assert third.replaces is first
 
 
@@ -1497,10 +1503,9 @@ def test_too_many_runs_are_refused_until_one_has_ended():
 
     with pytest.raises(TooMany):
         late.claim("d")
-    assert Talk(book, "talk0").claim("d") == (runs[0], False)
     end(runs[0])
 
-    assert late.claim("d")[1]
+    assert late.claim("d").state == "queued"
 
 
 def test_the_oldest_ended_runs_are_forgotten_first():
@@ -1510,14 +1515,189 @@ def test_the_oldest_ended_runs_are_forgotten_first():
         end(Talk(book, f"talk{number}").started("d"))
 
     assert book.get(working.id) is working
-    with pytest.raises(NotFound):
-        book.get("talk0-r1")
+    assert book.get("talk0-r1") is None
     assert book.get(f"talk{RUNS_LIMIT + 9}-r1")
 
 
 def test_an_unknown_run_is_not_found():
-    with pytest.raises(NotFound):
-        RunBook().get("r1")
+    assert RunBook().get("r1") is None
+
+
+# ---- words handed to a running run -------------------------------------------
+
+
+def test_words_that_were_read_stay_with_the_run():
+    talk = Talk()
+    run = talk.started("d1", "Buy milk.")
+    talk.steered(run, "d2", "And bread.")
+    read_into(run, event("tool.completed", tool="terminal"))
+    end(run)
+
+    assert talk.go_on(run) is None
+    assert run.delegations == ["d1", "d2"]
+    assert "continued_by" not in run.final
+
+
+@pytest.mark.parametrize(
+    ("events", "unread"),
+    [
+        (event("run.completed", output="Done."), True),  # it never looked
+        (event("tool.completed", tool="memory") + event("run.completed", output="Done."), False),
+        (event("tool.completed") + event("run.completed", pending_steer="And bread."), True),
+        (event("tool.completed") + event("run.completed", pending_steer="Eggs.\nAnd bread.\n"), True),
+        (event("tool.completed") + event("run.completed", pending_steer="Eggs."), False),
+        (event("tool.completed") + event("run.completed", pending_steer=["And bread."]), False),
+        (event("tool.completed") + event("run.failed", error="oops"), True),
+        (event("tool.completed") + event("run.interrupted"), True),
+    ],
+)
+def test_words_that_were_not_read_become_the_next_run(events, unread):
+    talk = Talk()
+    run = talk.started("d1", "Buy milk.")
+    talk.steered(run, "d2", "And bread.")
+    read_into(run, events)
+
+    after = talk.go_on(run)
+
+    assert (after is not None) == unread
+    if after:
+        assert (after.asked, after.delegations, after.state) == ("And bread.", ["d2"], "queued")
+        assert talk.book.begin(after) == "And bread."
+        assert run.delegations == ["d1"]
+        assert (run.final["continued_by"], run.final["continued"]) == (after.id, ["d2"])
+        assert talk.book.find("talk", "d2") is after
+    assert talk.go_on(run) is None
+
+
+def test_the_users_stop_drops_what_was_not_read():
+    talk = Talk()
+    run = talk.started("d1", "Buy milk.")
+    talk.steered(run, "d2", "And bread.")
+    talk.book.ask_stop(run)
+    end(run, "cancelled")
+
+    assert talk.go_on(run) is None
+    assert talk.book.find("talk", "d2") is run
+
+
+def test_words_that_hermes_refuses_are_free_again():
+    talk = Talk()
+    run = talk.started("d1")
+    talk.book.steer(run, "d2", [user("And bread.")])
+
+    talk.book.unsteer(run, "d2")
+
+    assert talk.book.find("talk", "d2") is None
+    end(run)
+    assert talk.go_on(run) is None
+
+
+def test_words_whose_answer_is_outstanding_at_the_end_are_judged_when_it_comes():
+    talk = Talk()
+    refused, taken = talk.started("d1"), Talk(talk.book, "other").started("d1")
+    for run in (refused, taken):
+        talk.book.steer(run, "d2", [user("And bread.")])
+        read_into(run, event("tool.completed") + event("run.completed", pending_steer="And bread."))
+        assert talk.go_on(run) is None
+
+    talk.book.unsteer(refused, "d2")
+    talk.book.steered(taken, "d2")
+
+    assert talk.book.find("talk", "d2") is None
+    after = talk.go_on(taken)
+    assert after.asked == "And bread."
+    assert talk.book.find("other", "d2") is after
+
+
+def test_words_that_come_back_late_wait_for_the_run_that_works():
+    talk = Talk()
+    first = talk.started("d1")
+    talk.book.steer(first, "d2", [user("And bread.")])
+    read_into(first, event("run.completed", pending_steer="And bread."))
+    talk.go_on(first)
+    second = talk.started("d3")
+    talk.book.steered(first, "d2")
+
+    after = talk.go_on(first)
+
+    assert (after.state, after.replaces) == ("queued", second)
+
+
+def test_unread_words_go_before_what_waits():
+    talk = Talk()
+    run = talk.started("d1", "Buy milk.")
+    talk.steered(run, "d2", "And bread.")
+    waiting = talk.claim("d3", "No, eggs.")
+    talk.book.ask_stop(run)
+    end(run, "cancelled")
+
+    assert talk.go_on(run) is waiting
+
+    assert [line["text"] for line in waiting.lines] == ["And bread.", "No, eggs."]
+    assert sorted(waiting.delegations) == ["d2", "d3"]
+    asked = talk.book.begin(waiting)
+    assert all(asked.count(words) == 1 for words in ("Buy milk.", "And bread.", "No, eggs."))
+
+
+# ---- requests that wait ------------------------------------------------------
+
+
+def test_under_the_queue_policy_every_request_is_a_run_of_its_own():
+    talk = Talk()
+    first = talk.started("d1", "One.")
+    second, third = talk.claim("d2", "Two.", "queue"), talk.claim("d3", "Three.", "queue")
+
+    assert (second.replaces, third.replaces) == (first, second)
+    assert (first.superseded_by, second.superseded_by) == ("", "")
+    end(first, "failed")
+    assert talk.book.begin(second) == "Two."
+    with pytest.raises(AssertionError):
+        talk.book.begin(third)
+
+
+@pytest.mark.parametrize("policy", ["restart", "queue"])
+def test_a_stop_of_a_queued_run_lets_no_other_begin_too_early(policy):
+    talk = Talk()
+    first = talk.started("d1")
+    second, third = talk.claim("d2", policy=policy), talk.claim("d3", policy="queue")
+
+    talk.book.ask_stop(second)
+
+    with pytest.raises(AssertionError):
+        talk.book.begin(third)
+    end(first)
+    assert talk.book.begin(third) == "Go."
+
+
+def test_a_run_of_an_earlier_process_is_taken_in():
+    run = Talk().started("d1")
+    book = RunBook()
+
+    book.adopt(run)
+
+    assert (book.get(run.id), book.find("talk", "d1"), book.active("talk")) == (run, run, run)
+    assert run.resumed
+
+
+def test_what_an_adopted_run_did_is_said_to_be_unknown_where_it_is():
+    talk = Talk()
+    run = talk.started("d1", "Buy milk.")
+    talk.book.adopt(run)
+    second = talk.claim("d2", "No, bread.")
+    end(run, "cancelled")
+
+    assert "is not known" in talk.book.begin(second)
+
+
+def test_a_forgotten_conversation_leaves_the_others():
+    talk = Talk()
+    talk.started("d1")
+    other = Talk(talk.book, "other").started("d1")
+
+    talk.book.forget("talk")
+
+    assert talk.book.of("talk") == []
+    assert talk.book.of("other") == [other]
 
 
 WORK = st.sampled_from([name for name in RUN_UPDATES if name not in TERMINAL])
@@ -1531,7 +1711,11 @@ def if_one_is(*states):
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever the order of calls, what is written at the top of the run book stays true."""
+    """Whatever the order of calls, what is written at the top of the run book stays true.
+
+    A Hermes is played here that reads what it was handed after each tool call, and says at
+    the end what it did not read.
+    """
 
     def __init__(self):
         super().__init__()
@@ -1541,6 +1725,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.finals = {}
         self.stops = set()  # runs whose stop was asked
         self.due = set()  # runs whose stop is to be passed on to Hermes
+        self.asking = {}  # words Hermes has not said yes or no to: their run, by delegation
+        self.pending = {}  # words Hermes has not read: their runs, by delegation
+        self.read = {}  # words a run was asked or has read: how often, by delegation
+        self.dropped = set()  # delegations
 
     def runs(self, *states):
         return [run for run in self.all if run.state in states]
@@ -1548,64 +1736,160 @@ class AnyOrder(RuleBasedStateMachine):
     def one(self, pick, *states):
         return self.runs(*states)[pick % len(self.runs(*states))]
 
-    @rule(conversation=st.sampled_from("ab"), delegation=st.sampled_from("123456789"))
-    def claim(self, conversation, delegation):
-        name = f"r{len(self.all)}"
-        run, new = self.book.claim(conversation, delegation, [user(f"words for {name}")], name, 0.0)
-        assert self.owners.setdefault((conversation, delegation), run) is run
-        assert new == (run not in self.all)
-        self.all += [run] * new
+    def before(self, run):
+        runs = [other for other in self.all if other.conversation == run.conversation]
+        return runs[: runs.index(run)]
+
+    def new_delegation(self):
+        return f"d{len(self.owners)}"
+
+    @rule(conversation=st.sampled_from("ab"), policy=st.sampled_from(["restart", "queue"]))
+    def claim(self, conversation, policy):
+        self.claim_for(conversation, self.new_delegation(), policy)
+
+    def claim_for(self, conversation, delegation, policy):
+        lines = [user(f"<{delegation}>")]
+        if len(self.runs(*UNENDED)) >= ACTIVE_LIMIT - 1:
+            self.owners.setdefault((conversation, delegation), None)
+            self.dropped.add(delegation)
+            return
+        before = self.book.active(conversation)
+        run = self.book.claim(conversation, delegation, lines, f"r{len(self.all)}", 0.0, policy)
+        self.owners[conversation, delegation] = run
+        if run not in self.all:
+            self.all.append(run)
+            assert run.delegations == [delegation]
+            if policy == "queue" or not before:
+                assert not any(other.superseded_by == run.id for other in self.all)
+        assert self.book.find(conversation, delegation) is run
 
     @if_one_is("queued")
     @rule(pick=PICK)
     def begin(self, pick):
         run = self.one(pick, "queued")
-        if run.replaces and not run.replaces.final:
+        if any(not other.final for other in self.before(run)):
             with pytest.raises(AssertionError):
                 self.book.begin(run)
-        else:
-            assert run.asked in self.book.begin(run)
+            return
+        asked = self.book.begin(run)
+        for delegation in re.findall(r"<(d\d+)>", asked):
+            if delegation in run.delegations:
+                self.read[delegation] = self.read.get(delegation, 0) + 1
+        for delegation in run.delegations:
+            assert asked.count(f"<{delegation}>") == 1
 
     @if_one_is("starting")
     @rule(pick=PICK)
     def accept(self, pick):
         run = self.one(pick, "starting")
-        if self.book.accepted(run, f"hermes-{run.id}", 60):
+        if self.book.accepted(run, f"hermes-{run.id}"):
             self.due.add(run.id)
+
+    @if_one_is("running")
+    @rule(pick=PICK)
+    def steer(self, pick):
+        run, delegation = self.one(pick, "running"), self.new_delegation()
+        self.book.steer(run, delegation, [user(f"<{delegation}>")])
+        self.owners[run.conversation, delegation] = run
+        self.asking[delegation] = run
+
+    @precondition(lambda machine: machine.asking)
+    @rule(pick=PICK, policy=st.sampled_from(["restart", "queue"]), taken=st.booleans())
+    def answer_a_steer(self, pick, policy, taken):
+        delegation = sorted(self.asking)[pick % len(self.asking)]
+        run = self.asking.pop(delegation)
+        taken = taken and run.state == "running"
+        if taken:
+            self.pending[delegation] = run
+            self.book.steered(run, delegation)
+        else:
+            self.book.unsteer(run, delegation)
+            if self.book.find(run.conversation, delegation) is None:
+                self.claim_for(run.conversation, delegation, policy)
+            else:
+                assert run.id in self.stops
+                self.dropped.add(delegation)
+        self.go_on(run)
+
+    def go_on(self, run):
+        left = [steer.delegation for steer in run.steers if steer.taken] if run.final else []
+        name = f"r{len(self.all)}"
+        after = self.book.go_on(run, name, 0.0)
+        if after and after.id == name:
+            self.all.append(after)
+        for delegation in left:
+            self.pending.pop(delegation, None)
+            if after and delegation in after.delegations:
+                self.owners[run.conversation, delegation] = after
+                assert delegation in run.final["continued"]
+            elif not self.read.get(delegation):
+                assert run.id in self.stops
+                self.dropped.add(delegation)
+        assert self.book.go_on(run, "never", 0.0) is None
 
     @if_one_is("queued", "starting")
     @rule(pick=PICK)
     def fail(self, pick):
         run = self.one(pick, "queued", "starting")
         run.publish(run.stream.give_up("failed", "Hermes said no."))
+        self.dropped |= {*run.delegations}
+        self.go_on(run)
 
     @if_one_is(*UNENDED)
-    @rule(pick=PICK)
-    def ask_stop(self, pick):
+    @rule(pick=PICK, by_user=st.booleans())
+    def ask_stop(self, pick, by_user):
         run = self.one(pick, *UNENDED)
+        if by_user == bool(run.superseded_by):
+            return
         self.stops.add(run.id)
         if self.book.ask_stop(run):
             self.due.add(run.id)
+        if run.final:
+            self.dropped |= {*run.delegations}
 
     @if_one_is(*AT_HERMES)
     @rule(pick=PICK, name=WORK)
     def work(self, pick, name):
-        read_into(self.one(pick, *AT_HERMES), event(name, tool="terminal", command="rm"))
+        run = self.one(pick, *AT_HERMES)
+        read_into(run, event(name, tool="terminal", command="rm"))
+        if name == "tool.completed":
+            self.read_pending(run)
+
+    def read_pending(self, run):
+        for delegation in [d for d, at in self.pending.items() if at is run]:
+            del self.pending[delegation]
+            self.read[delegation] = self.read.get(delegation, 0) + 1
 
     @if_one_is(*AT_HERMES)
     @rule(pick=PICK, state=st.sampled_from([*FINISH_REASONS]), by_status=st.booleans())
     def finish(self, pick, state, by_status):
         run = self.one(pick, *AT_HERMES)
+        unread = "\n".join(f"<{d}>" for d, at in self.pending.items() if at is run)
+        fields = {"output": "Done.", **({"pending_steer": unread} if unread else {})}
+        if state != "completed" and not (run.stream.stop_asked and not run.superseded_by):
+            # What broke off is asked again, and that counts as the first time.
+            for steer in run.steers:
+                self.read.pop(steer.delegation, None)
         if by_status:
-            end(run, state)
+            run.publish(run.stream.settle({"status": state, **fields}, 0, False))
         else:
-            read_into(run, event(f"run.{state}", output="Done."))
+            read_into(run, event(f"run.{state}", **fields))
+        self.go_on(run)
+
+    @if_one_is(*UNENDED)
+    @rule(pick=PICK)
+    def adopt(self, pick):
+        run = self.one(pick, *UNENDED)
+        self.book.adopt(run)
+        assert run.resumed
 
     @if_one_is("ended")
     @rule(pick=PICK)
     def come_late(self, pick):
         run = self.one(pick, "ended")
+        stop_asked = run.stream.stop_asked
         assert self.book.ask_stop(run) == ""
+        run.stream.stop_asked = stop_asked
         read_into(run, event("tool.started") + event("run.failed"))
         run.publish(run.stream.give_up("unknown", "Nobody knows."))
         run.publish([{"type": "tool"}, {"type": "done", "finish_reason": "stop"}])
@@ -1617,16 +1901,19 @@ class AnyOrder(RuleBasedStateMachine):
             assert sum(state in ("starting", "running", "stopping") for state in states) <= 1
 
     @invariant()
-    def one_run_waits_and_it_is_the_newest(self):
+    def waiting_runs_are_the_newest_and_each_waits_for_the_one_before(self):
         for conversation in "ab":
-            states = [run.state for run in self.book.of(conversation)]
-            assert "queued" not in states[:-1]
+            unended = [run for run in self.book.of(conversation) if not run.final]
+            states = [run.state for run in unended]
+            assert "queued" not in states[: len(states) - states.count("queued")]
+            assert self.book.active(conversation) is (unended[0] if unended else None)
 
     @invariant()
     def a_delegation_belongs_to_one_run(self):
         for (conversation, delegation), owner in self.owners.items():
             runs = [run for run in self.all if run.conversation == conversation]
-            assert [run for run in runs if delegation in run.delegations] == [owner]
+            found = [run for run in runs for given in run.delegations if given == delegation]
+            assert found == ([owner] if owner else [])
 
     @invariant()
     def no_stop_is_forgotten(self):
@@ -1644,6 +1931,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert (run.state == "ended") == bool(run.final)
             if run.final:
                 assert self.finals.setdefault(run.id, run.final) is run.final is run.updates[-1]
+
+    @invariant()
+    def words_are_read_once_or_dropped_by_a_stop(self):
+        for (_, delegation), run in self.owners.items():
+            read = self.read.get(delegation, 0)
+            assert read <= 1
+            if run and run.final and not read and delegation not in self.asking:
+                assert delegation in self.dropped
 
 
 TestAnyOrder = AnyOrder.TestCase

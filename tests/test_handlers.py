@@ -1,7 +1,6 @@
 """Handlers and the run worker, called directly between a scripted OpenAI and a working Hermes."""
 
 import contextlib
-import itertools
 import json
 import logging
 import re
@@ -9,20 +8,18 @@ import threading
 from pathlib import Path
 
 import pytest
-from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, ScriptedHermes, replay, reply, stream
+from bench import RESTART, SOON, TIMEOUT, Bench
+from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, replay, reply, stream
 from working_hermes import WorkingHermes, join_workers
 
 import hermes_voice
 from hermes_voice import (
     EVENT_LIMIT,
     STARTS_PER_MINUTE,
-    App,
     BadRequest,
     Config,
     Conflict,
-    Hermes,
     NotFound,
-    OpenAI,
     Question,
     Refused,
     Request,
@@ -30,106 +27,11 @@ from hermes_voice import (
     TooLarge,
     TooMany,
     Unreachable,
-    Waits,
 )
 
-TIMEOUT = 10  # seconds
-SOON = 0.01  # seconds, for what a test waits out
 MANY = (SOON,) * 200
 SESSIONS = ("POST", "/v1/live/sessions")
 RUNS = ("POST", "/v1/runs")
-
-
-class Bench:
-    """An App between its upstreams."""
-
-    def __init__(self, stack, idempotent=True, hermes=None, config=None, clock=None, **waits):
-        self.hermes = hermes or stack.enter_context(WorkingHermes(idempotent))
-        self.openai = stack.enter_context(ScriptedHermes())
-        self.app = App(
-            config or Config(),
-            None,
-            OpenAI(f"{self.openai.url}/v1", self.openai.key),
-            Hermes(self.hermes.url, self.hermes.key),
-            **({"clock": clock} if clock else {}),
-        )
-        self.app.waits = Waits(**{"first": SOON, "slowest": SOON, "start": (SOON,) * 4} | waits)
-        self.conversations = set()
-        stack.callback(self.close)
-
-    def close(self):
-        """Let streams and workers end."""
-        with self.app.changed:
-            for run in itertools.chain.from_iterable(map(self.app.book.of, self.conversations)):
-                run.publish(run.stream.give_up("unknown", "The test is over."))
-        self.app.close()
-
-    def delegate(self, text, delegation=None, conversation="c1", before=()):
-        """Say something that becomes a run, and follow it."""
-        body = {"hermes_session": conversation, "lines": [*before, {"speaker": "user", "text": text}]}
-        body |= {"delegation_id": delegation} if delegation else {}
-        self.conversations.add(conversation)
-        return Follower(hermes_voice.post_delegate(self.app, Request(body=body)))
-
-    def follow(self, run_id, after=0):
-        request = Request((run_id,), {"after": str(after)})
-        return Follower(hermes_voice.get_updates(self.app, request))
-
-    def stop(self, run_id):
-        return hermes_voice.post_stop(self.app, Request((run_id,)))
-
-    def approve(self, **body):
-        return hermes_voice.post_approve(self.app, Request(body=body)).body
-
-    def runs(self, conversation="c1"):
-        request = Request(query={"conversation": conversation})
-        return hermes_voice.get_runs(self.app, request).body["runs"]
-
-    def start_call(self, gone=lambda: False, **body):
-        body = {"sdp": "v=0\r\nm=audio 9\r\n", **body}
-        return hermes_voice.post_session(self.app, Request(body=body, gone=gone))
-
-
-class Follower:
-    """Reads the updates of an answer on a thread of its own, as the server does."""
-
-    def __init__(self, updates):
-        self.updates = []
-        self.ended = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._read, args=(updates.batches,))
-        self._thread.start()
-        self.run_id = self.wait("run")["run_id"]
-
-    def _read(self, batches):
-        for batch in batches:
-            with self._changed:
-                self.updates += batch
-                self._changed.notify_all()
-        with self._changed:
-            self.ended = True
-            self._changed.notify_all()
-
-    def of(self, kind, **fields):
-        """The updates of a type, with these fields, so far."""
-        wanted = {"type": kind, **fields}
-        return [u for u in list(self.updates) if all(u.get(key) == wanted[key] for key in wanted)]
-
-    def wait(self, kind, count=1, **fields):
-        """Wait for so many such updates and return the last of them."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.ended or len(self.of(kind, **fields)) >= count, TIMEOUT)
-            found = self.of(kind, **fields)
-            assert len(found) >= count, (kind, fields, self.updates)
-            return found[count - 1]
-
-    def done(self):
-        """Wait for the end and return the final update."""
-        self._thread.join(TIMEOUT)
-        assert not self._thread.is_alive(), self.updates
-        final = [update for update in self.updates if update["type"] in ("done", "error")]
-        assert final == self.updates[-1:]
-        return final[0]
 
 
 @contextlib.contextmanager
@@ -148,14 +50,6 @@ def repeating(act):
     finally:
         over.set()
         thread.join(TIMEOUT)
-
-
-@pytest.fixture
-def bench():
-    """A function: a Bench with these settings."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(join_workers)
-        yield lambda **settings: Bench(stack, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -350,7 +244,7 @@ def test_a_crash_of_the_worker_is_told_as_unknown(bench, heard):
 
 def test_two_delegations_at_once_leave_no_run_to_itself(bench):
     """Fifty times: every run Hermes started is followed, and ended by a stop or by itself."""
-    b = bench()
+    b = bench(config=RESTART)
 
     for number in range(50):
         conversation = f"c{number}"
@@ -407,7 +301,7 @@ def test_the_same_delegation_twice_at_once_is_one_run(bench):
 
 
 def test_a_correction_waits_for_the_stop_and_carries_what_was_asked_and_done(bench):
-    b = bench()
+    b = bench(config=RESTART)
     b.hermes.stops_hold = False
     first = b.delegate("Delete the log.", "d1")
     run = b.hermes.run()
@@ -436,7 +330,7 @@ def test_a_correction_waits_for_the_stop_and_carries_what_was_asked_and_done(ben
 
 
 def test_a_second_correction_carries_everything_before_it(bench):
-    b = bench()
+    b = bench(config=RESTART)
     for number, text in enumerate(("Book a table.", "For four.", "At eight."), 1):
         page = b.delegate(text)
         run = b.hermes.run(number)
@@ -453,7 +347,7 @@ def test_a_second_correction_carries_everything_before_it(bench):
 
 
 def test_a_run_that_was_done_before_the_stop_is_answered_and_not_carried_over(bench):
-    b = bench()
+    b = bench(config=RESTART)
     b.hermes.stops_hold = False
     first = b.delegate("What time is it?")
     run = b.hermes.run()
@@ -469,7 +363,7 @@ def test_a_run_that_was_done_before_the_stop_is_answered_and_not_carried_over(be
 
 
 def test_a_run_that_failed_before_the_stop_is_carried_over(bench):
-    b = bench()
+    b = bench(config=RESTART)
     b.hermes.stops_hold = False
     first = b.delegate("Read my mail.")
     run = b.hermes.run()
@@ -486,7 +380,7 @@ def test_a_run_that_failed_before_the_stop_is_carried_over(bench):
 
 
 def test_what_the_user_stopped_is_not_carried_over(bench):
-    b = bench()
+    b = bench(config=RESTART)
     b.hermes.stops_hold = False
     first = b.delegate("Delete everything.")
     run = b.hermes.run()
@@ -502,7 +396,7 @@ def test_what_the_user_stopped_is_not_carried_over(bench):
 
 
 def test_words_said_before_a_run_has_its_turn_join_it(bench):
-    b = bench()
+    b = bench(config=RESTART)
     b.hermes.stops_hold = False
     first = b.delegate("One.", "d1")
     run = b.hermes.run()
@@ -523,7 +417,7 @@ def test_words_said_before_a_run_has_its_turn_join_it(bench):
 
 
 def test_a_correction_gives_up_when_the_run_before_does_not_end(bench):
-    b = bench(turn=SOON)
+    b = bench(config=RESTART, turn=SOON)
     b.hermes.stops_hold = False
     first = b.delegate("One.")
     b.hermes.run()
@@ -599,7 +493,7 @@ def test_a_stop_between_two_tries_to_start_ends_the_run(bench):
 
 
 def test_a_queued_task_is_stopped_without_hermes(bench):
-    b = bench()
+    b = bench(config=RESTART)
     b.hermes.stops_hold = False
     first = b.delegate("One.")
     run = b.hermes.run()

@@ -263,7 +263,9 @@ def house(folder):
     with contextlib.ExitStack() as stack:
         house = House(stack, folder, access=SECRETS["access"], hosts=("voice.example",)).start()
         yield house
-        assert (house.hermes.seen, house.openai.seen) == ([], [])
+        # Only forgetting a conversation is passed on without more ado.
+        assert [seen for seen in house.hermes.seen if seen.method != "DELETE"] == []
+        assert house.openai.seen == []
 
 
 # ---- the gate ----------------------------------------------------------------
@@ -1150,7 +1152,7 @@ def test_an_upstream_s_failure_is_explained(serve, caplog, answer, status, code)
 def test_a_shutdown_gives_every_stream_its_last_line(build):
     house = build(heartbeat=60)
     told, ended = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: (serve_until(house.server, told), ended.set()))
+    thread = threading.Thread(target=lambda: (serve_until(house.server, told.wait), ended.set()))
     thread.start()
     streams = [house.delegate(), house.delegate(hermes_session="c2")]
     streams.append(house.connect().open("GET", f"/runs/{streams[0].run_id}/updates"))

@@ -6,8 +6,9 @@
         run.emit("tool.started", tool="terminal", preview="ls")
         run.end("completed", output="Three files.")
 
-A stop ends a run as cancelled, an answer to a question is confirmed by an event. What else
-a test wants to see answered, once each, it tells with `hermes.once`.
+A stop ends a run as cancelled, an answer to a question is confirmed by an event, and so are
+words for a running run. What else a test wants to see answered, once each, it tells with
+`hermes.once`.
 """
 
 import dataclasses
@@ -18,12 +19,14 @@ from scripted_hermes import NOT_FOUND, ScriptedHermes, event, matches, reply, ss
 
 IDEMPOTENT = {"runs_idempotency": {"supported": True, "durable": True, "retention_seconds": 86400}}
 RUN_NOT_FOUND = reply(404, {"error": {"message": "Run not found", "code": "run_not_found"}})
+NOT_STEERED = reply(409, {"error": {"message": "Not accepting", "code": "run_not_accepting_steer"}})
 TIMEOUT = 10  # seconds
 
 
 class WorkingHermes(ScriptedHermes):
-    def __init__(self, idempotent=True, port=0):
+    def __init__(self, idempotent=True, port=0, steers=True):
         super().__init__(port=port)
+        self.steers = steers  # as versions before 0.20.4 cannot
         self.features = {"run_submission": True, **(IDEMPOTENT if idempotent else {})}
         self.runs = []
         self.transcripts = {}  # messages by session id
@@ -60,7 +63,7 @@ class WorkingHermes(ScriptedHermes):
     def _answer(self, request):
         root, _, path = request.path.partition("/v1/")
         if root:
-            return self._transcript(request.path)
+            return self._transcript(request)
         if path == "capabilities":
             return reply(200, {"object": "hermes.api_server.capabilities", "features": self.features})
         if (request.method, path) == ("POST", "runs"):
@@ -76,8 +79,12 @@ class WorkingHermes(ScriptedHermes):
         self._changed.notify_all()
         return reply(202, {"run_id": run.id, "status": "started", "replayed": False})
 
-    def _transcript(self, path):
-        messages = self.transcripts.get(path.split("/")[3])
+    def _transcript(self, request):
+        conversation = request.path.split("/")[3]
+        if request.method == "DELETE":
+            gone = self.transcripts.pop(conversation, None)
+            return NOT_FOUND if gone is None else reply(200, {"deleted": True})
+        messages = self.transcripts.get(conversation)
         return NOT_FOUND if messages is None else reply(200, {"object": "list", "data": messages})
 
 
@@ -99,6 +106,11 @@ class Run:
     def stops(self):
         """How often it was told to stop."""
         return len(self.hermes.asked("POST", f"/v1/runs/{self.id}/stop"))
+
+    @property
+    def words(self):
+        """What it was handed while it ran."""
+        return [seen.body["input"] for seen in self.hermes.asked("POST", f"/v1/runs/{self.id}/steer")]
 
     @property
     def answers(self):
@@ -143,6 +155,13 @@ class Run:
             self.status["status"] = "running"
             self.emit("approval.responded", choice=request.body["choice"], resolved=1)
             return reply(200, {"object": "hermes.run.approval_response", "resolved": 1})
+        if what == "steer":
+            if not self.hermes.steers:
+                return NOT_FOUND
+            if self.status["status"] != "running":
+                return NOT_STEERED
+            self.emit("run.steered", accepted=True)
+            return reply(200, {"object": "hermes.run.steer", "run_id": self.id, "accepted": True})
         return reply(200, self.status)
 
     def _events(self):
