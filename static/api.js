@@ -25,6 +25,11 @@ export class Api {
     return this.#call(path, { ...posting(body), ...more });
   }
 
+  /** @param {string} path */
+  delete(path) {
+    return this.#call(path, { method: "DELETE" });
+  }
+
   /**
    * Follow a run until its stream ends.
    * @param {string} path

@@ -20,8 +20,15 @@ const streams = new Map();
 /** @type {WakeLockSentinel | null} */
 let wakeLock = null;
 
-const conversation = localStorage.getItem("conversation") ?? crypto.randomUUID?.() ?? `c${Date.now()}${Math.random().toString(36).slice(2)}`;
+const known = localStorage.getItem("conversation");
+let conversation = known ?? newId();
 localStorage.setItem("conversation", conversation);
+const page = newId().slice(0, 12);
+
+/** Not every page has crypto.randomUUID: plain http has not. */
+function newId() {
+  return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}
 
 /** @param {Event} event */
 function dispatch(event) {
@@ -61,6 +68,8 @@ const EFFECTS = {
   stop: (effect) => void stop(effect),
   approve: (effect) => void approve(effect),
   draft: ({ text }) => view.draft(text),
+  claim: (effect) => void claim(effect),
+  keep: ({ lines }) => void keep(lines),
 };
 
 /** @param {number} attempt @param {object[]} history */
@@ -138,6 +147,29 @@ async function approve({ key, runId, requestId, choice, heard, typed }) {
   }
 }
 
+/** @param {{key: string, runId: string}} effect */
+async function claim({ key, runId }) {
+  try {
+    await api.post(`runs/${runId}/delivered`, { page });
+    dispatch({ type: "claimed", key, mine: true });
+  } catch (error) {
+    const { status = 0 } = explained(error);
+    // A run that the server has forgotten can be told by nobody else.
+    dispatch({ type: "claimed", key, mine: status === 404 ? true : status === 409 ? false : null });
+  }
+}
+
+/** It may be the last thing this page does. @param {object[]} lines */
+async function keep(lines) {
+  try {
+    await api.post(`conversations/${conversation}/lines`, { lines }, { keepalive: JSON.stringify(lines).length < 60_000 });
+  } catch (error) {
+    // What the server refuses for good would be refused again.
+    const { status = 0 } = explained(error);
+    if (![400, 413].includes(status)) dispatch({ type: "notKept" });
+  }
+}
+
 /** @param {boolean} on */
 async function keepAwake(on) {
   if (!on || document.visibilityState !== "visible") {
@@ -157,13 +189,54 @@ function askForToken(why) {
   view.askForToken(why);
 }
 
+/** @param {string} id */
+function openConversation(id) {
+  conversation = id;
+  localStorage.setItem("conversation", id);
+}
+
+async function showConversations() {
+  try {
+    const { conversations } = await api.get("conversations");
+    view.showConversations(conversations, conversation);
+  } catch (error) {
+    dispatch({ type: "notice", level: "error", text: explained(error).message });
+  }
+}
+
+/** @param {string} id */
+async function forget(id) {
+  try {
+    await api.delete(`conversations/${id}`);
+    if (id === conversation) return switchTo("");
+    await showConversations();
+  } catch (error) {
+    view.closeConversations();
+    dispatch({ type: "notice", level: "error", text: explained(error).message });
+  }
+}
+
+/** Another conversation is another page. @param {string} id empty for a new one */
+function switchTo(id) {
+  dispatch({ type: "leave" });
+  openConversation(id || newId());
+  location.reload();
+}
+
 /** Load what the server knows; without the right token, ask for it. */
 async function begin() {
   api.token = sessionStorage.getItem("token") ?? localStorage.getItem("token") ?? "";
   try {
     const config = await api.get("config");
     view.hideTokenEntry();
-    dispatch({ type: "configured", idleSeconds: config.idle_seconds });
+    dispatch({ type: "configured", idleSeconds: config.idle_seconds, stopPhrases: config.stop_phrases, page });
+    const { conversations } = await api.get("conversations");
+    // A device that has no conversation yet goes on with the newest, unless it has begun one.
+    const untouched = !known && !state.runs.length && !state.transcript.lines.length;
+    if (untouched && conversations.length) openConversation(conversations[0].id);
+    const { lines } = await api.get(`conversations/${conversation}`);
+    const age = (/** @type {number} */ at) => Math.max(0, Date.now() - at * 1000);
+    dispatch({ type: "recalled", lines: lines.map((/** @type {any} */ line) => ({ ...line, age: age(line.at) })) });
     const { runs } = await api.get(`runs?conversation=${conversation}`);
     dispatch({ type: "listed", runs });
   } catch (error) {
@@ -182,8 +255,11 @@ view.bind({
   stopTask: () => {
     for (const run of state.runs.filter((r) => !r.result && !r.stopAsked)) dispatch({ type: "stopRun", key: run.key });
   },
-  send: (text) => dispatch({ type: "typed", text, id: crypto.randomUUID?.().replaceAll("-", "") ?? `${Date.now()}` }),
+  send: (text) => dispatch({ type: "typed", text, id: newId() }),
   approve: (key, requestId, choice) => dispatch({ type: "approve", key, requestId, choice }),
+  conversations: () => void showConversations(),
+  switchTo,
+  forget: (id) => void forget(id),
   token: (token, remember) => {
     (remember ? localStorage : sessionStorage).setItem("token", token);
     void begin();
@@ -191,6 +267,7 @@ view.bind({
 });
 setInterval(() => dispatch({ type: "tick" }), TICK_MS);
 addEventListener("pagehide", () => {
+  dispatch({ type: "leave" });
   if (state.sessionId) void hangUp(state.sessionId);
 });
 void begin();

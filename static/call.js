@@ -11,6 +11,7 @@
 //   closing     session.close sent                     closed, or 5 s -> idle
 //
 //   delegation  settling -> sent, captured (it answers a question) -> answered
+//   answer      due -> asked (the server is asked for the right to tell it) -> mine -> told
 //   question    queued -> asked (its append is placed) -> answering -> closed
 //
 // What must stay true:
@@ -20,11 +21,12 @@
 //   3. A word is handed over once; words whose run never began count as not handed over.
 //   4. Runs outlive sessions: an update is a rule in every phase.
 //   5. A spoken answer to a question is made of words that began after it was placed.
-//   6. A session that connects after the user hung up is closed, not ignored.
+//   6. A result is told by one page only: the one whose claim came first.
+//   7. A session that connects after the user hung up is closed, not ignored.
 
 import * as speech from "./speech.js";
 import * as transcript from "./transcript.js";
-import { closeMessage, commentary, muteMessage, thinking } from "./wire.js";
+import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wire.js";
 
 /** @typedef {import("./wire.js").Event} Event */
 /** @typedef {{do: string, [field: string]: any}} Effect */
@@ -39,7 +41,9 @@ import { closeMessage, commentary, muteMessage, thinking } from "./wire.js";
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
  *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
  *   stopAsked: boolean, retries: number, following: boolean, followAt: number,
- *   noted: string, notedAt: number, saidAt: number, saidTimes: number}} Run
+ *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
+ *   owed: string[], claim: "" | "due" | "asked" | "mine" | "told", claimAt: number}} Run
+ *   `owed` is what is to be said of its end, `attempt` the call in which it was asked.
  *   `lines` are kept until the server has named the run, `batches` of words until Hermes
  *   has taken it.
  * @typedef {{id: string, attempt: number, at: number, state: "settling" | "captured" | "sent" | "answered",
@@ -64,6 +68,11 @@ const NOTICES_KEPT = 30;
 const DELEGATIONS_KEPT = 100;
 const HISTORY_LINES = 24;
 const RETRIES_MOST = 8;
+const CLAIM_AGAIN_MS = 2000;
+const KEEP_MS = 1500; // of quiet, then what was said is kept by the server
+const KEEP_AGAIN_MS = 5000;
+const KEEP_LINES = 100; // at once; the server takes 200
+const TITLE_BYTES = 120; // of a request that an answer names
 
 export const START = {
   phase: /** @type {"idle" | "connecting" | "live" | "closing"} */ ("idle"),
@@ -78,6 +87,9 @@ export const START = {
   heardAt: 0, // when somebody last spoke or work last moved
   seconds: /** @type {number | null} */ (null), // of the session, by the vendor's count
   idleMs: 300000,
+  /** @type {string[]} */ stopPhrases: [],
+  page: "", // makes the keys of this page's lines its own
+  linesAt: 0, // when a line last changed that the server does not have
   now: 0,
   counter: 0,
   transcript: transcript.EMPTY,
@@ -92,7 +104,11 @@ export const START = {
 
 /** @type {Record<string, (state: State, event: any) => Step>} */
 const ALWAYS = {
-  configured: (state, e) => [{ ...state, idleMs: e.idleSeconds * 1000 }, []],
+  configured: (state, e) => [{ ...state, idleMs: e.idleSeconds * 1000, stopPhrases: e.stopPhrases, page: e.page }, []],
+  recalled,
+  claimed,
+  leave: (state) => keep(state),
+  notKept: (state) => [{ ...state, transcript: transcript.unsave(state.transcript), linesAt: state.now + KEEP_AGAIN_MS }, []],
   mute,
   typed,
   listed,
@@ -201,8 +217,7 @@ function dial(state) {
     shakyAt: null,
     silenced: false,
     seconds: null,
-    // What became of questions in between is on the screen; only results are still owed.
-    speech: { ...speech.forget(state.speech, (piece) => piece.kind !== "result"), current: null, sounding: false },
+    speech: emptied(state.speech), // what came up in between is on the screen
   };
   return [next, [{ do: "open", attempt, history: transcript.history(state.transcript, HISTORY_LINES) }]];
 }
@@ -227,6 +242,7 @@ function started(state) {
     { ...live, counter: state.counter + 1 },
     (s) => [s, state.muted ? [muted] : []],
     (s) => (asking?.question?.stage === "queued" ? ask(s, asking.key, "") : [s, []]),
+    claimDue,
   );
 }
 
@@ -278,8 +294,8 @@ function ended(state, drop) {
     shakyAt: null,
     silenced: false,
     delegations: [], // valid only on the connection that made them
-    speech: { ...speech.forget(state.speech, (piece) => piece.kind !== "result"), current: null, sounding: false },
-    runs: state.runs.map((run) => requeued(run)),
+    speech: emptied(state.speech),
+    runs: state.runs.map((run) => untold(requeued(run), state.speech)),
   };
   return [next, [effect]];
 }
@@ -289,6 +305,17 @@ function requeued(run) {
   const question = run.question;
   if (!question || question.stage === "closed") return run;
   return { ...run, question: { ...question, stage: "queued", sentAs: "", askedAt: null, asked: 0 } };
+}
+
+/** What was not said of a result is told in the next session. @param {Run} run @param {speech.Speech} queue @returns {Run} */
+function untold(run, queue) {
+  const left = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key).length;
+  return left ? { ...run, claim: "mine", owed: run.owed.slice(-left) } : run;
+}
+
+/** The queue of a session that is over. @param {speech.Speech} queue @returns {speech.Speech} */
+function emptied(queue) {
+  return { ...queue, waiting: [], current: null, sounding: false };
 }
 
 /** The peer connection broke, or healed. @param {State} state @param {Event} event @returns {Step} */
@@ -348,7 +375,8 @@ function placed(state, event) {
 /** @param {State} state @param {Event} event @returns {Step} */
 function heard(state, event) {
   const words = /** @type {any} */ (event);
-  const next = { ...state, transcript: transcript.add(state.transcript, words, state.attempt, state.now), heardAt: state.now };
+  const added = transcript.add(state.transcript, words, state.attempt, state.now);
+  const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
   if (event.speaker === "user") next.speech = { ...state.speech, userAt: state.now };
   return [next, []];
 }
@@ -368,7 +396,7 @@ function typed(state, event) {
   // It takes along what was said before it, and so answers the delegations of that.
   const ids = state.delegations.filter((d) => d.state === "settling").map((d) => d.id);
   return each(
-    { ...state, transcript: added, heardAt: state.now },
+    { ...state, transcript: added, heardAt: state.now, linesAt: state.now },
     (s) => note(s, `The user typed: ${event.text}`, null),
     (s) => delegate(s, `typed_${event.id}`, ids),
   );
@@ -419,7 +447,7 @@ function newRun(state, key, runId, request) {
   return {
     key, runId, request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
     result: null, seq: 0, since: state.now, stopAsked: false, retries: 0, following: true, followAt: 0, noted: "",
-    notedAt: 0, saidAt: 0, saidTimes: 0,
+    notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
   };
 }
 
@@ -442,9 +470,13 @@ function listed(state, event) {
   const unknown = event.runs.filter((/** @type {any} */ run) => !known.has(run.run_id));
   const runs = unknown.map((run) => ({
     ...newRun(state, run.run_id, run.run_id, run.request),
+    at: state.now - run.seconds * 1000,
+    attempt: -1,
     state: run.state,
     following: !run.result,
     result: run.result && resultOf(run.result),
+    owed: run.result?.say ?? [],
+    claim: run.result && !run.delivered && run.result.say?.length ? /** @type {const} */ ("due") : /** @type {const} */ (""),
   }));
   const follow = runs.filter((run) => run.following).map((run) => ({ do: "follow", key: run.key, runId: run.runId, after: 0 }));
   return [{ ...state, runs: [...runs, ...state.runs].slice(-RUNS_KEPT) }, follow];
@@ -462,6 +494,7 @@ const UPDATES = {
   approval: asks,
   approval_closed: askedEnough,
   progress: (state, run, update) => [changed(state, run.key, (r) => ({ ...r, progress: update.text })), []],
+  steered: (state, run) => note(state, "The user's words were handed to Hermes, which is still working.", delegationOf(state, run.key)),
   done,
   // Its stream ends after this.
   error: (state, run, update) => [changed(notify(state, "info", update.message), run.key, (r) => ({ ...r, retries: 1 })), []],
@@ -500,18 +533,23 @@ function ran(state, run, update) {
   return [next, stop];
 }
 
+const TOGETHER = "This is answered together with the user's other words.";
+
 /** The server took these words into a run that was waiting: one run, one card. @param {State} state @param {Run} run @param {Run} into @param {string} reached @returns {Step} */
 function joined(state, run, into, reached) {
   const batches = TAKEN.includes(reached) ? [] : [...into.batches, ...run.batches];
   const runs = state.runs
     .filter((r) => r.key !== run.key)
     .map((r) => (r.key === into.key ? { ...r, request: run.request || r.request, batches } : r));
-  const delegations = state.delegations.map((d) => (d.run === run.key ? { ...d, run: into.key } : d));
+  const ids = state.delegations.filter((d) => d.run === run.key).map((d) => d.id);
+  const delegations = assign(state.delegations, ids, into.result ? "answered" : "sent", into.key);
+  const late = into.result ? ids : [];
   const stop = { type: "stopRun", key: into.key };
   return each(
     { ...state, runs, delegations },
     (s) => [s, [{ do: "unfollow", key: run.key }]],
     (s) => (run.stopAsked && !into.stopAsked ? stopRun(s, stop) : [s, []]),
+    ...late.map((id) => (/** @type {State} */ s) => note(s, TOGETHER, id)),
   );
 }
 
@@ -544,7 +582,7 @@ function asks(state, run, update) {
   return ask(changed(state, run.key, (r) => ({ ...r, question })), run.key, "");
 }
 
-/** Ask the run's question aloud. @param {State} state @param {string} key @param {string} before @returns {Step} */
+/** Ask the run's question aloud, unless it is being stopped. @param {State} state @param {string} key @param {string} before @returns {Step} */
 function ask(state, key, before) {
   const run = state.runs.find((r) => r.key === key);
   if (!run?.question) return [state, []];
@@ -552,7 +590,7 @@ function ask(state, key, before) {
   const words = `${before}Hermes asks for permission to run a command.${what} The exact command is on the screen. Do you allow it, yes or no?`;
   const asked = questionChanged(state, key, { stage: "queued" });
   const fresh = { ...asked, speech: speech.forget(asked.speech, (piece) => piece.kind === "question" && piece.run === key) };
-  return [say(fresh, "question", [words], delegationOf(state, key), key), []];
+  return [run.stopAsked ? fresh : say(fresh, "question", [words], delegationOf(state, key), key), []];
 }
 
 /** The newest delegation that a run answers, for its appends. @param {State} state @param {string} key */
@@ -590,7 +628,8 @@ function releaseCaptured(state) {
 /** A run has ended. @param {State} state @param {Run} run @param {any} update @returns {Step} */
 function done(state, run, update) {
   // Hermes never had these words, so the next request takes them along.
-  const unasked = update.finish_reason === "failed" ? transcript.takeBack(state.transcript, run.batches) : state.transcript;
+  const unheard = update.finish_reason === "failed" && !update.superseded_by;
+  const unasked = unheard ? transcript.takeBack(state.transcript, run.batches) : state.transcript;
   const over = changed(state, run.key, (r) => ({
     ...r,
     at: state.now, // its card moves to where the answer came
@@ -600,15 +639,67 @@ function done(state, run, update) {
     question: r.question && { ...r.question, stage: "closed", outcome: r.question.outcome || "run_ended" },
   }));
   const quiet = { ...over, transcript: unasked, speech: speech.forget(over.speech, (piece) => piece.run === run.key) };
+  if (update.continued_by) return goOn(quiet, run, update);
   const ids = state.delegations.filter((d) => d.run === run.key).map((d) => d.id);
   const newest = ids.pop() ?? null;
   const answered = { ...quiet, delegations: state.delegations.map((d) => (d.run === run.key ? { ...d, state: /** @type {const} */ ("answered") } : d)) };
-  const told = update.superseded_by ? answered : say(answered, "result", update.say ?? [], newest, run.key);
+  const told = update.superseded_by ? answered : owe(answered, run.key, update.say ?? []);
   const text = update.superseded_by
     ? "This request was replaced by what the user said since. The answer to that comes later."
-    : "This is answered together with the user's other words.";
+    : TOGETHER;
   const silent = update.superseded_by ? [...ids, newest] : ids;
-  return each(told, ...silent.map((id) => (/** @type {State} */ s) => note(s, text, id)), releaseCaptured);
+  return each(told, claimDue, ...silent.map((id) => (/** @type {State} */ s) => note(s, text, id)), releaseCaptured);
+}
+
+/** Some of the words came too late for this run and are a run of their own. @param {State} state @param {Run} run @param {any} update @returns {Step} */
+function goOn(state, run, update) {
+  const known = state.runs.find((r) => r.runId === update.continued_by);
+  const key = known?.key ?? update.continued_by;
+  const moved = state.delegations.map((d) => (update.continued.includes(d.id) ? { ...d, run: key } : d));
+  const after = newRun(state, key, key, transcript.lastAsked(state.transcript));
+  const next = { ...state, delegations: moved, runs: known ? state.runs : [...state.runs, after].slice(-RUNS_KEPT) };
+  const { continued_by: _, ...rest } = update;
+  const ended = changed(next, run.key, (r) => ({ ...r, result: null }));
+  return each(ended, (s) => done(s, run, rest), (s) => [s, known ? [] : [{ do: "follow", key, runId: key, after: 0 }]]);
+}
+
+/** What is to be said of a run's end, once it may. @param {State} state @param {string} key @param {string[]} say @returns {State} */
+function owe(state, key, say) {
+  return changed(state, key, (run) => {
+    // A run the server never named is known to this page only.
+    const claim = !say.length ? /** @type {const} */ ("told") : run.runId ? /** @type {const} */ ("due") : /** @type {const} */ ("mine");
+    return { ...run, owed: say, claim };
+  });
+}
+
+/** In a call, claim what is to be told. @param {State} state @returns {Step} */
+function claimDue(state) {
+  if (state.phase !== "live") return [state, []];
+  const mine = state.runs.filter((run) => run.claim === "mine").reduce(tell, state);
+  const due = mine.runs.filter((run) => run.claim === "due" && state.now >= run.claimAt);
+  const keys = new Set(due.map((run) => run.key));
+  const runs = mine.runs.map((run) => (keys.has(run.key) ? { ...run, claim: /** @type {const} */ ("asked") } : run));
+  return [{ ...mine, runs }, due.map((run) => ({ do: "claim", key: run.key, runId: run.runId }))];
+}
+
+/** The answer to a claim; `mine` is null if there was none. @param {State} state @param {Event} event @returns {Step} */
+function claimed(state, event) {
+  const run = state.runs.find((r) => r.key === event.key && r.claim === "asked");
+  if (!run) return [state, []];
+  if (event.mine === null) return [changed(state, run.key, (r) => ({ ...r, claim: "due", claimAt: state.now + CLAIM_AGAIN_MS })), []];
+  const next = changed(state, run.key, (r) => ({ ...r, claim: event.mine ? "mine" : "told" }));
+  if (event.mine) return claimDue(next);
+  return note(next, "The answer to this was told by another page.", delegationOf(state, run.key));
+}
+
+/** Say a run's end; one that was asked in an earlier call is introduced. @param {State} state @param {Run} run @returns {State} */
+function tell(state, run) {
+  const [first, ...others] = run.owed;
+  const title = run.attempt !== state.attempt && run.request ? `About what you asked before, “${cut(run.request, TITLE_BYTES)}”:` : "";
+  const together = `${title} ${first}`.trim();
+  const pieces = title && !fits(together) ? [title, ...run.owed] : [together, ...others];
+  const told = changed(state, run.key, (r) => ({ ...r, claim: "told" }));
+  return say(told, "result", pieces, delegationOf(state, run.key), run.key);
 }
 
 /** A stream broke, or could not be opened. @param {State} state @param {Event} event @returns {Step} */
@@ -639,7 +730,10 @@ function stopRun(state, event) {
 /** The server refused something the user did. @param {State} state @param {Event} event @returns {Step} */
 function refused(state, event) {
   const told = notify(state, "error", event.message);
-  return [changed(told, event.key ?? null, (r) => ({ ...r, stopAsked: false, state: r.result ? r.state : "running" })), []];
+  const next = changed(told, event.key ?? null, (r) => ({ ...r, stopAsked: false, state: r.result ? r.state : "running" }));
+  // A question that the stop kept back is asked after all.
+  const question = next.runs.find((r) => r.key === event.key)?.question;
+  return question?.stage === "queued" && !question.sentAs ? ask(next, event.key, "") : [next, []];
 }
 
 /** A click on a question's card. @param {State} state @param {Event} event @returns {Step} */
@@ -677,7 +771,7 @@ function moveOn(state, key) {
 
 /** @param {State} state @returns {Step} */
 function tick(state) {
-  return each(state, watchSession, settle, listenForAnswer, reportProgress, followAgain);
+  return each(state, watchSession, settle, listenForAnswer, listenForStop, reportProgress, followAgain, claimDue, keepLines);
 }
 
 /** @param {State} state @returns {Step} */
@@ -708,6 +802,7 @@ function settle(state) {
   const words = transcript.isAsking(state.transcript);
   const enough = transcript.endsSentence(state.transcript) ? SETTLE_ENDED_MS : SETTLE_MS;
   if (waited < SETTLE_MOST_MS && (!words || quiet < enough)) return [state, []];
+  if (words && saysStop(state)) return spokenStop(state, ids);
   return words ? delegate(state, ids[0], ids) : withoutWords(state, ids);
 }
 
@@ -730,10 +825,69 @@ function listenForAnswer(state) {
   const after = (f, line) => line.speaker === "user" && line.session === state.attempt && !line.typed && f.startMs >= question.afterMs;
   const words = transcript.pending(state.transcript, after);
   if (!words.length || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
+  if (saysStop(state)) return spokenStop(state, []);
   const [handed] = transcript.hand(state.transcript, after);
   const next = questionChanged(state, run.key, { stage: "answering" });
   const text = words.map((line) => line.text).join(" ");
   return [{ ...next, transcript: handed }, [{ do: "approve", key: run.key, runId: run.runId, requestId: question.requestId, heard: text }]];
+}
+
+/** Whether the user's newest words, all of them, ask to stop what is running. @param {State} state */
+function saysStop(state) {
+  const plain = (/** @type {string} */ text) => text.toLowerCase().replace(/[^\p{L}\p{N}' ]/gu, " ").replace(/\b(?:hermes|please|bitte)\b/g, " ").replace(/\s+/g, " ").trim();
+  const said = plain(transcript.newestWords(state.transcript, state.attempt));
+  return stoppable(state).length > 0 && state.stopPhrases.some((phrase) => plain(phrase) === said);
+}
+
+/** The runs that the user's newest words can be about. @param {State} state */
+function stoppable(state) {
+  return state.runs.filter((run) => !run.result && !run.stopAsked && run.at <= state.speech.userAt);
+}
+
+/** A stop that the model did not hand over. @param {State} state @returns {Step} */
+function listenForStop(state) {
+  const settling = state.delegations.some((d) => d.state === "settling");
+  if (state.phase !== "live" || settling || state.now - state.speech.userAt < UTTERANCE_MS || !saysStop(state)) return [state, []];
+  return spokenStop(state, []);
+}
+
+/** Stop by voice; `ids` are the delegations that came with it. @param {State} state @param {string[]} ids @returns {Step} */
+function spokenStop(state, ids) {
+  const newest = state.transcript.lines.findLast((line) => line.speaker === "user");
+  const [handed] = transcript.hand(state.transcript, (_, line) => line === newest);
+  const running = stoppable(state);
+  const key = running[running.length - 1].key;
+  const next = { ...state, transcript: handed, delegations: assign(state.delegations, ids, "sent", key) };
+  return each(
+    next,
+    ...running.map((run) => (/** @type {State} */ s) => stopRun(s, { type: "stopRun", key: run.key })),
+    (s) => [say(s, "notice", ["I am asking Hermes to stop."], ids[0] ?? null, key), []],
+  );
+}
+
+/** Keep what was said, once it is quiet. @param {State} state @returns {Step} */
+function keepLines(state) {
+  return state.linesAt && state.now - state.linesAt >= KEEP_MS ? keep(state) : [state, []];
+}
+
+/** Keep what the server does not have yet. @param {State} state @returns {Step} */
+function keep(state) {
+  const lines = transcript.unsaved(state.transcript).map((line) => ({
+    key: `${state.page}_${line.key}`,
+    speaker: line.speaker,
+    text: transcript.textOf(line),
+  }));
+  const saved = { ...state, linesAt: 0, transcript: transcript.save(state.transcript) };
+  const starts = lines.map((_, n) => n).filter((n) => n % KEEP_LINES === 0);
+  return [saved, starts.map((n) => ({ do: "keep", lines: lines.slice(n, n + KEEP_LINES) }))];
+}
+
+/** The lines of an earlier page. @param {State} state @param {Event} event @returns {Step} */
+function recalled(state, event) {
+  // A page that was let in again has them, and its own.
+  if (transcript.isRecalled(state.transcript)) return [state, []];
+  const earlier = event.lines.filter((/** @type {any} */ line) => !line.key.startsWith(`${state.page}_`));
+  return [{ ...state, transcript: transcript.recall(state.transcript, earlier, state.now) }, []];
 }
 
 /** Tell the model what goes on, silently and now and then aloud. @param {State} state @returns {Step} */

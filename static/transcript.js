@@ -7,7 +7,8 @@
  * @typedef {{text: string, startMs: number, endMs: number, batch: number}} Fragment
  *   `batch` is the number of the hand-over it went with, 0 if it has not been handed over.
  * @typedef {{key: number, speaker: "user" | "assistant", typed: boolean, session: number,
- *   fragments: Fragment[], at: number}} Line   `at`: when it began
+ *   fragments: Fragment[], at: number, saved: number}} Line
+ *   `at`: when it began; `saved`: so many of its characters the server has
  * @typedef {{lines: Line[], seen: string[], next: number, batches: number}} Transcript
  */
 
@@ -19,6 +20,8 @@ const REQUEST_LINES = 100;
 const REQUEST_CHARS = 24000;
 // A pause of this length between two fragments of one speaker begins a new line.
 const LINE_GAP_MS = 1500;
+// A pause of this length between two words ends a sentence too.
+const PAUSE_MS = 700;
 // A line that is only a sound of listening asks for nothing.
 const SOUND = /^(?:h+m+|m+(?:h+m*)?|uh[ -]?huh|aha|ah|oh|uhm?|um|er|ähm?)[.,!…]*$/i;
 
@@ -69,7 +72,7 @@ export function addTyped(transcript, text, session, at) {
  * @returns {Transcript}
  */
 function newLine(transcript, speaker, typed, session, fragment, at) {
-  const line = { key: transcript.next, speaker, typed, session, fragments: [fragment], at };
+  const line = { key: transcript.next, speaker, typed, session, fragments: [fragment], at, saved: 0 };
   return { ...transcript, lines: [...transcript.lines, line].slice(-LINES_KEPT), next: transcript.next + 1 };
 }
 
@@ -155,8 +158,70 @@ export function history(transcript, most) {
   return lines.filter((line) => line.text).slice(-most);
 }
 
+const ENDED = /[.!?…。！？؟]["'”’)\]]*$/;
+
 /** Whether the user's newest words end a sentence. @param {Transcript} transcript */
 export function endsSentence(transcript) {
   const last = transcript.lines.findLast((line) => line.speaker === "user");
-  return !!last && /[.!?…。！？؟]["'”’)\]]*$/.test(textOf(last));
+  return !!last && ENDED.test(textOf(last));
+}
+
+/**
+ * What the user said last in a session and was not handed over; nothing if it goes on with
+ * a sentence whose beginning was.
+ * @param {Transcript} transcript @param {number} session
+ */
+export function newestWords(transcript, session) {
+  const last = transcript.lines.findLast((line) => line.speaker === "user");
+  if (!last || last.session !== session) return "";
+  const from = last.fragments.findLastIndex((fragment) => fragment.batch) + 1;
+  const before = textOf({ ...last, fragments: last.fragments.slice(0, from) });
+  const paused = from > 0 && last.fragments[from]?.startMs - last.fragments[from - 1].endMs >= PAUSE_MS;
+  return !before || paused || ENDED.test(before) ? textOf({ ...last, fragments: last.fragments.slice(from) }) : "";
+}
+
+/** What the user asked last. @param {Transcript} transcript */
+export function lastAsked(transcript) {
+  const last = transcript.lines.findLast((line) => line.speaker === "user");
+  return last ? textOf(last) : "";
+}
+
+/** The lines that the server does not have as they are. @param {Transcript} transcript */
+export function unsaved(transcript) {
+  return transcript.lines.filter((line) => textOf(line).length !== line.saved);
+}
+
+/** All lines are with the server. @param {Transcript} transcript @returns {Transcript} */
+export function save(transcript) {
+  return { ...transcript, lines: transcript.lines.map((line) => ({ ...line, saved: textOf(line).length })) };
+}
+
+/** They are not: this page's lines are to be sent again. @param {Transcript} transcript @returns {Transcript} */
+export function unsave(transcript) {
+  return { ...transcript, lines: transcript.lines.map((line) => (line.session < 0 ? line : { ...line, saved: 0 })) };
+}
+
+/** Whether it has lines of an earlier page. @param {Transcript} transcript */
+export function isRecalled(transcript) {
+  return transcript.lines.some((line) => line.session < 0);
+}
+
+/**
+ * Lines of an earlier page: shown and taken along as history, but handed over long ago.
+ * @param {Transcript} transcript
+ * @param {{speaker: "user" | "assistant", text: string, age: number}[]} lines `age` in ms
+ * @param {number} at
+ * @returns {Transcript}
+ */
+export function recall(transcript, lines, at) {
+  const earlier = lines.map((line, n) => ({
+    key: transcript.next + n,
+    speaker: line.speaker,
+    typed: true,
+    session: -1,
+    fragments: [{ text: line.text, startMs: 0, endMs: 0, batch: -1 }],
+    at: at - line.age,
+    saved: line.text.trim().length,
+  }));
+  return { ...transcript, lines: [...earlier, ...transcript.lines].slice(-LINES_KEPT), next: transcript.next + lines.length };
 }

@@ -30,6 +30,12 @@ const hangUp = find("hang-up", HTMLButtonElement);
 const mute = find("mute", HTMLButtonElement);
 const stopSpeaking = find("stop-speaking", HTMLButtonElement);
 const stopTask = find("stop-task", HTMLButtonElement);
+const conversations = find("conversations", HTMLButtonElement);
+const talks = find("talks", HTMLDialogElement);
+const talksHint = find("talks-hint", HTMLElement);
+const talksList = find("talks-list", HTMLUListElement);
+const talksNew = find("talks-new", HTMLButtonElement);
+const talksClose = find("talks-close", HTMLButtonElement);
 const compose = find("compose", HTMLFormElement);
 const message = find("message", HTMLTextAreaElement);
 
@@ -42,13 +48,14 @@ const items = new Map();
 const asked = new Map();
 /** Whether the log shows its end, and shall go on to. */
 let atEnd = true;
-/** @type {{approve(key: string, requestId: string, choice: string): void}} */
-let actions = { approve() {} };
+/** @typedef {{approve(key: string, requestId: string, choice: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
+/** @type {Actions} */
+let actions = { approve() {}, switchTo() {}, forget() {} };
 
 /**
  * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, stopTask(): void,
  *   send(text: string): void, token(token: string, remember: boolean): void,
- *   approve(key: string, requestId: string, choice: string): void}} callbacks
+ *   conversations(): void} & Actions} callbacks
  */
 export function bind(callbacks) {
   actions = callbacks;
@@ -58,6 +65,9 @@ export function bind(callbacks) {
   mute.addEventListener("click", callbacks.mute);
   stopSpeaking.addEventListener("click", callbacks.stopSpeaking);
   stopTask.addEventListener("click", callbacks.stopTask);
+  conversations.addEventListener("click", callbacks.conversations);
+  talksNew.addEventListener("click", () => callbacks.switchTo(""));
+  talksClose.addEventListener("click", closeConversations);
   entry.addEventListener("submit", (event) => {
     event.preventDefault();
     callbacks.token(token.value.trim(), remember.checked);
@@ -96,6 +106,44 @@ export function hideTokenEntry() {
   entry.hidden = true;
 }
 
+/**
+ * List the conversations to choose from.
+ * @param {{id: string, title: string, updated: number}[]} listed newest first
+ * @param {string} current
+ */
+export function showConversations(listed, current) {
+  talksList.replaceChildren(...listed.map((talk) => drawTalk(talk, current)));
+  if (!talks.open) talks.showModal();
+}
+
+export function closeConversations() {
+  talks.close();
+}
+
+/** @param {{id: string, title: string, updated: number}} talk @param {string} current */
+function drawTalk(talk, current) {
+  const title = talk.title || "Without words";
+  const when = new Date(talk.updated * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+  const open = document.createElement("button");
+  open.type = "button";
+  open.append(make("span", "title", title), make("span", "when", talk.id === current ? `${when}, open` : when));
+  open.ariaCurrent = String(talk.id === current);
+  open.addEventListener("click", () => actions.switchTo(talk.id));
+  const forget = document.createElement("button");
+  forget.type = "button";
+  forget.textContent = "Forget";
+  forget.ariaLabel = `Forget: ${title}`;
+  // Twice, since it cannot be undone.
+  forget.addEventListener("click", () => {
+    if (forget.dataset.sure) return actions.forget(talk.id);
+    forget.dataset.sure = "yes";
+    forget.textContent = "Really?";
+  });
+  const item = make("li", "");
+  item.append(open, forget);
+  return item;
+}
+
 /** @param {State} state */
 export function render(state) {
   const working = state.runs.some((run) => !run.result);
@@ -117,7 +165,9 @@ export function render(state) {
   stopSpeaking.hidden = state.phase !== "live" || state.silenced || !state.speech.sounding;
   stopTask.hidden = !working;
   stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
-  compose.hidden = !entry.hidden;
+  compose.hidden = conversations.hidden = !entry.hidden;
+  talksHint.hidden = state.phase === "idle";
+  for (const button of talks.querySelectorAll("button")) button.disabled = state.phase !== "idle" && button !== talksClose;
   draw(questions, asked, asking.map((run) => ({ key: run.key, draw: drawOpenQuestion, data: visible(run, state) })));
   questions.hidden = !asking.length;
   renderLog(state);
@@ -200,6 +250,7 @@ function visible(run, state) {
     key: run.key,
     request: run.request,
     state: run.result ? (FINISHED[run.result.finish] ?? "Ended") : workingLabel(run),
+    isNew: ["due", "mine"].includes(run.claim) && state.phase === "idle",
     failed: !!run.result && !["stop", "cancelled"].includes(run.result.finish),
     progress: run.result ? "" : run.progress,
     tools: run.tools,
@@ -235,7 +286,7 @@ function drawRun(element, run) {
   element.role = "article";
   element.ariaLabel = `Task: ${run.request || "from earlier"}`;
   const head = make("header", "");
-  head.append(make("p", "request", run.request), make("p", "state", run.state));
+  head.append(make("p", "request", run.request), make("p", "state", run.isNew ? `New: ${run.state}` : run.state));
   const parts = /** @type {Node[]} */ ([head]);
   if (run.progress) parts.push(make("p", "progress", run.progress));
   if (run.question) parts.push(drawAnsweredQuestion(run.question));

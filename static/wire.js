@@ -102,6 +102,11 @@ export function closeMessage(id) {
   return { type: "session.close", event_id: id };
 }
 
+/** Whether a text can be appended as it is. @param {string} text */
+export function fits(text) {
+  return new TextEncoder().encode(text).length <= APPEND_BYTES;
+}
+
 /**
  * The text, shortened to whole characters within a number of UTF-8 bytes.
  * @param {string} text

@@ -9,7 +9,8 @@
 //            into a call: dialled at 0, started at 1000; "working" into one in which the run
 //            r1 works since 2000 on the delegation d1, "Check staging."
 //   effects  as `step` gives them, but what goes to the voice model is shown as {"do": "say"
-//            or "think", "text", "delegation"} or {"do": "send", "type"}.
+//            or "think", "text", "delegation"} or {"do": "send", "type"}. That lines are
+//            kept is shown in a trace with "keeps": true.
 //   state    what must be so after it, a part of the state; `status` is the status line,
 //            `pending` what Hermes has not been given yet, `waiting` what waits to be said.
 //
@@ -112,6 +113,11 @@ function isLike(value, expected, part) {
   return whole && wanted.every((key) => key in value && isLike(value[key], expected[key], part));
 }
 
+/** The effects as a trace sees them. */
+function shown(trace, effects) {
+  return trace.keeps ? effects : effects.filter((effect) => effect.do !== "keep");
+}
+
 /** The state as a trace sees it. */
 function seen(state) {
   return {
@@ -155,7 +161,7 @@ describe("traces", () => {
       const watched = begin(trace);
       for (const [number, [event, expected, part]] of trace.steps.entries()) {
         const where = `step ${number + 1}, at ${watched.now}: ${JSON.stringify(event)}`;
-        const effects = watched.play(event);
+        const effects = shown(trace, watched.play(event));
         if (!isLike(effects, expected, false)) assert.deepEqual(effects, expected, where);
         const state = seen(watched.state);
         for (const [key, value] of Object.entries(part ?? {})) {
@@ -173,7 +179,7 @@ test("every event and every update that means something occurs in a trace", () =
   const missing = EVENTS.map((event) => event.type).filter((type) => type !== "tick" && !events.some((event) => event.type === type));
 
   assert.deepEqual(missing, []);
-  for (const type of ["run", "tool", "approval", "approval_closed", "progress", "done", "error", "heartbeat"]) assert.ok(updates.includes(type), type);
+  for (const type of ["run", "tool", "approval", "approval_closed", "progress", "steered", "done", "error", "heartbeat"]) assert.ok(updates.includes(type), type);
 });
 
 // ---- call.js
@@ -197,7 +203,11 @@ const EVENTS = [
   { type: "mute", on: true },
   { type: "stopSpeaking" },
   { type: "typed", text: "Check the wiki.", id: "9" },
-  { type: "configured", idleSeconds: 60 },
+  { type: "configured", idleSeconds: 60, stopPhrases: ["stop"], page: "p" },
+  { type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "Check the build.", age: 90000 }] },
+  { type: "claimed", key: "d1", mine: true },
+  { type: "notKept" },
+  { type: "leave" },
   { type: "listed", runs: [] },
   { type: "update", key: "d1", update: { type: "heartbeat", seq: 1 } },
   { type: "streamEnded", key: "d1", refused: false },
@@ -258,11 +268,12 @@ describe("every event in every situation", () => {
     again(600, (n) => ({ type: "delegated", id: `x${n}` }));
     again(600, (n) => ({ type: "update", key: "d1", update: { type: "tool", status: "completed", label: `step ${n}` } }));
     again(600, (n) => ({ type: "typed", text: `${n}`, id: `${n}` }));
-    again(600, (n) => ({ type: "listed", runs: [{ run_id: `x${n}`, state: "running", request: "", result: null }] }));
+    again(600, (n) => ({ type: "listed", runs: [{ run_id: `x${n}`, state: "running", request: "", seconds: 0, delivered: false, result: null }] }));
 
     assert.equal(watched.state.notices.at(-1).text, "599");
     assert.equal(watched.state.delegations.at(-1).id, "x599");
     assert.equal(watched.state.transcript.lines.at(-1).fragments[0].text, "599");
+    assert.deepEqual(watched.play({ type: "leave" }).map((effect) => effect.lines.length), [100, 100, 100, 100]);
   });
 
   test("an event nobody knows", () => {
@@ -281,6 +292,9 @@ function numbers(seed) {
   };
 }
 
+/** The id of the run that a key stands for. */
+const idOf = (key) => (key.startsWith("r_") ? key : `r_${key}`);
+
 /** Events in an order nobody would think of, and the promises they could break. */
 class Walk {
   watched = new Watched();
@@ -294,10 +308,14 @@ class Walk {
   #answering = new Set(); // questions whose answer is under way
   #told = new Set(); // delegations that something was said or thought about
   #owed = new Set(); // delegations called answered without that
+  #claims = new Set(); // runs whose claim is under way
+  #claimed = new Map(); // run -> whether it is ours to tell
+  #kept = new Map(); // text by the key of the line, as the server has it
 
   constructor(seed) {
     this.random = numbers(seed);
-    this.play({ type: "configured", idleSeconds: 7200 });
+    this.play({ type: "configured", idleSeconds: 7200, stopPhrases: ["stop"], page: "p" });
+    this.play({ type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "w0", age: 90000 }] });
   }
 
   #one(list) {
@@ -316,11 +334,14 @@ class Walk {
     const events = [
       [40, { type: "tick" }],
       [9, { type: "heard", speaker: "user", text: ` w${id}${this.#one([".", ""])}`, startMs: at + this.random(2000), endMs: at + 2000 }],
+      [2, { type: "heard", speaker: "user", text: "Stop.", startMs: at + 4000, endMs: at + 4200 }],
       [4, { type: "heard", speaker: "assistant", text: ` v${id}`, startMs: at, endMs: at + 200 }],
-      [6, { type: "delegated", id: this.#one([`d${id}`, `d${id}`, state.delegations.at(-1)?.id ?? "d1"]) }],
+      [6, { type: "delegated", id: this.#one([`d${id}`, `d${id}`, state.delegations.at(-1)?.id ?? `d${id}`]) }],
       [9, { type: "placed", sent: this.#one(["newest", "newest", null, "say_0_0"]), endMs: at }],
       [9, { type: "sound", on: this.random(3) === 0 }],
       [24, { type: "update", key: run, update: this.#update(run, id) }],
+      [9, { type: "claimed", key: this.#one([...this.#claims, run]), mine: this.#one([true, true, false, null]) }],
+      [1, { type: this.#one(["leave", "notKept"]) }],
       [1, { type: "streamEnded", key: run, refused: this.random(3) === 0, message: `refused ${id}` }],
       [2, { type: "typed", text: `w${id}`, id: `${id}` }],
       [2, { type: "approve", ...about, choice: this.#one(["once", "deny"]) }],
@@ -332,7 +353,7 @@ class Walk {
       [1, { type: "trouble", sent: this.#one(["newest", null]), code: "", message: "" }],
       [1, { type: "usage", seconds: id }],
       [1, { type: "notice", level: "info", text: `${id}` }],
-      [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], result: null }] }],
+      [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], seconds: 0, delivered: false, result: null }] }],
       [1, { type: "stopSpeaking" }],
       [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }])],
       [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started" }])],
@@ -351,9 +372,10 @@ class Walk {
     const result = Array.from({ length: 1 + this.random(3) }, (_, n) => `Result ${id} ${n} of ${run}.`);
     const states = ["queued", "starting", "running", "running", "stopping", "unreachable"];
     const twin = this.#one(this.#working);
+    const late = this.watched.state.delegations.filter((d) => d.run === run && this.random(2)).map((d) => d.id);
     return this.#one([
-      { type: "run", run_id: `r_${this.random(9) ? run : twin}`, state: this.#one(states), seconds: this.#one([undefined, 5]) },
-      { type: "run", run_id: `r_${run}`, state: "running" },
+      { type: "run", run_id: idOf(this.random(9) ? run : twin), state: this.#one(states), seconds: this.#one([undefined, 5]) },
+      { type: "run", run_id: idOf(run), state: "running" },
       { type: "tool", status: this.#one(["running", "completed", "error"]), label: `step ${this.random(3)}` },
       { ...QUESTION, request_id: `q${id}` },
       { type: "approval_closed", request_id: this.#openQuestion(run), reason: this.#one(["answered", "timeout", "run_ended"]) },
@@ -362,6 +384,8 @@ class Walk {
       { type: "approval_closed", request_id: this.#openQuestion(run), reason: "answered" },
       { type: "done", finish_reason: this.#one(["stop", "failed", "cancelled"]), say: result, show: "" },
       { type: "done", finish_reason: "cancelled", superseded_by: "r_d1", say: [], show: "" },
+      { type: "done", finish_reason: "stop", say: result, show: "", continued_by: this.#one([`r_c${id}`, idOf(this.#one(this.#working.slice(-4)))]), continued: late },
+      { type: "steered" },
       { type: "error", code: "closing", message: "hermes-voice is restarting." },
       { type: "heartbeat" },
       { type: "nonsense" },
@@ -379,10 +403,15 @@ class Walk {
     if (event.type === "update" && event.update.finish_reason === "failed") this.#returned.add(event.key);
     if (event.type === "streamEnded" && event.refused) this.#returned.add(event.key);
     if (event.type === "answered") this.#answering.delete(event.requestId);
+    if (event.type === "notKept") this.#kept.clear();
+    if (event.type === "claimed" && this.#claims.delete(event.key) && event.mine !== null) this.#claimed.set(event.key, event.mine);
     const effects = this.watched.play(event);
     const { state } = this.watched;
     if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     for (const effect of effects) this.#check(effect);
+    const stopping = state.runs.filter((r) => r.stopAsked && !r.result).map((r) => r.key);
+    const unwanted = state.speech.waiting.filter(({ kind, run }) => ["progress", "question"].includes(kind) && stopping.includes(run));
+    assert.deepEqual(unwanted, [], "something of a run that is being stopped waits to be said");
     for (const { id } of state.delegations.filter((d) => d.state === "answered")) {
       if (!this.#told.has(id) && !before.delegations.some((d) => d.id === id && d.state === "answered")) this.#owed.add(id);
     }
@@ -394,10 +423,18 @@ class Walk {
       this.#told.add(effect.delegation);
       this.#owed.delete(effect.delegation);
     }
-    if (effect.do === "say" && this.#results.has(effect.text)) {
-      const run = this.#results.get(effect.text);
-      assert.ok(!this.#said.has(effect.text), `said twice: ${effect.text}`);
-      this.#said.add(effect.text);
+    if (effect.do === "claim") {
+      assert.ok(!this.#claims.has(effect.key) && !this.#claimed.has(effect.key), `${effect.key} was claimed twice`);
+      this.#claims.add(effect.key);
+    }
+    if (effect.do === "keep") for (const line of effect.lines) this.#kept.set(line.key, line.text);
+    const told = effect.do === "say" && effect.text.replace(/^About what you asked before, “.*”: /, "");
+    if (this.#results.has(told)) {
+      const run = this.#results.get(told);
+      assert.ok(!this.#said.has(told), `said twice: ${told}`);
+      this.#said.add(told);
+      const unnamed = this.watched.state.runs.some((r) => r.key === run && !r.runId);
+      assert.equal(this.#claimed.get(run), unnamed ? undefined : true, `${run} was told without a claim, or against it`);
       if (!effect.delegation) return;
       assert.equal(this.#resultOf.get(effect.delegation) ?? run, run, `${effect.delegation} was answered twice`);
       this.#resultOf.set(effect.delegation, run);
@@ -421,8 +458,15 @@ class Walk {
   end() {
     this.play({ type: "link", broken: false });
     this.play({ type: "sound", on: false });
+    this.play({ type: "leave" });
+    for (const line of this.watched.state.transcript.lines.filter((l) => l.session >= 0)) {
+      assert.equal(this.#kept.get(`p_${line.key}`), transcript.textOf(line) || undefined);
+    }
     if (this.watched.state.phase !== "live") return;
-    this.play({ wait: 1_000_000 });
+    do {
+      for (const key of this.#claims) this.play({ type: "claimed", key, mine: true });
+      this.play({ wait: 1_000_000 });
+    } while (this.#claims.size);
     assert.deepEqual([...this.#owed], [], "a delegation was not answered");
     assert.ok(this.watched.state.delegations.every((d) => d.state !== "settling"));
   }
