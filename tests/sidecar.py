@@ -1,7 +1,7 @@
 """The sidecar as a real process, and the page it serves in a real browser.
 
-    with LiveService() as live, Sidecar(live, hermes.url, hermes.key) as sidecar:
-        page = sidecar.open(browser)
+with LiveService() as live, Sidecar(live, hermes.url, hermes.key) as sidecar:
+    page = sidecar.open(browser)
 """
 
 import json
@@ -46,10 +46,10 @@ class Sidecar:
             *("--openai-key-file", self.write("openai-key", live.key)),
             *("--hermes-key-file", self.write("hermes-key", hermes_key)),
             *("--config", self.write("config.json", json.dumps(config or {}))),
+            *("--state", f"{self.folder.name}/state"),
             *(("--access-token-file", self.write("token", token)) if token else ()),
         ]
         self.lines = []
-        self.listening = threading.Event()
         self.url = None
 
     def write(self, name, text):
@@ -59,11 +59,25 @@ class Sidecar:
         return str(path)
 
     def __enter__(self):
+        self.listening = threading.Event()
         self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
         self.reader = threading.Thread(target=self.read_log, daemon=True)
         self.reader.start()
         assert self.listening.wait(START_SECONDS), self.log
         return self
+
+    def kill(self):
+        """Crash it."""
+        self.process.kill()
+        self.process.wait()
+        self.reader.join()
+        self.process.stderr.close()
+
+    def crash_and_start_again(self):
+        """Crash it, and start it on the same port, as systemd would."""
+        self.kill()
+        self.command[3] = self.url.removeprefix("http://").rstrip("/")
+        self.__enter__()
 
     def read_log(self):
         for line in self.process.stderr:

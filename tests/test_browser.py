@@ -227,7 +227,9 @@ def test_a_call_that_dies_while_hermes_works_loses_nothing(browser):
 
         line.start()
         assert line.live.wait_spoken("Found it.").delegation_id is None
-        assert [spoken.said for spoken in line.live.session.spoken] == ["Found it."]
+        assert [spoken.said for spoken in line.live.session.spoken] == [
+            "About what you asked before, “Find it.”: Found it."
+        ]
 
 
 def test_a_hermes_that_is_down_is_named_aloud_and_on_the_screen(browser):

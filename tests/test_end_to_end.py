@@ -166,23 +166,47 @@ def test_a_page_reloaded_in_the_middle_of_a_run_still_gets_the_answer(line):
     assert len(line.runs()) == 1
 
 
-def test_a_correction_replaces_the_running_request_and_takes_its_words_along(line, hermes):
+def test_a_correction_reaches_the_agent_together_with_the_first_request(line, hermes):
+    """Steered where Hermes can, else stopped and started again with both."""
     session = line.start()
 
-    first = session.user_says("Look at the first folder. [[steps n=30 delay=1]]", delegate=True)
+    session.user_says("Look at the first folder. [[steps n=30 delay=1]]", delegate=True)
     expect(line.page.get_by_role("article")).to_contain_text("step")
-    second = session.user_says("No, the second one. [[report]]", delegate=True)
+    steered = hermes.version > "0.20.4"
+    second = session.user_says(f"No, the second one. {'' if steered else '[[report]]'}", delegate=True)
 
     answer = line.live.wait_spoken("second one", timeout=25)
     assert answer.delegation_id == second
-    states = [run["result"]["finish_reason"] for run in line.runs()]
-    assert states == ["cancelled", "stop"]
-    asked = hermes.model.requests[-1].users[-1]
+    ends = [run["result"]["finish_reason"] for run in line.runs()]
+    assert ends == (["stop"] if steered else ["cancelled", "stop"])
+    asked = "\n".join(text for request in hermes.model.requests[-3:] for text in request.users)
     assert "first folder" in asked
-    assert "second one" in asked
-    notes = [note for note in session.contents("thinking") if "replaced" in note]
-    assert len(notes) == 1
-    assert first != second
+    assert "second one" in asked + "\n".join(hermes.model.requests[-1].steers)
+    expect(line.page.get_by_role("article").last).to_contain_text("Done")
+
+
+def test_an_unrelated_request_while_hermes_answers_without_tools_is_answered_too(line):
+    session = line.start()
+
+    session.user_says("Tell me a story. [[slow deltas=40 delay=0.1]]", delegate=True)
+    line.live.wait_for(lambda: any(run["state"] == "running" for run in line.runs()), timeout=10)
+    second = session.user_says("And what is the time? [[plain]]", delegate=True)
+
+    answer = line.live.wait_spoken("what is the time", timeout=30)
+    assert answer.delegation_id == second
+    assert all(run["result"] for run in line.runs())
+
+
+def test_a_spoken_stop_stops_and_is_confirmed_only_when_hermes_has(line):
+    session = line.start()
+
+    session.user_says("[[steps n=30 delay=1]] Do a lot.", delegate=True)
+    expect(line.page.get_by_role("article")).to_contain_text("step")
+    session.user_says("Stop.", delegate=True)
+
+    line.live.wait_spoken("asking Hermes to stop")
+    line.live.wait_spoken("stopped the task")
+    assert [run["result"]["finish_reason"] for run in line.runs()] == ["cancelled"]
 
 
 def test_two_delegations_at_once_leave_no_orphan(line, hermes):
