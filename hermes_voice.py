@@ -1514,6 +1514,9 @@ create table approvals (
 # The conversation, and twice the time.
 TOUCH = "insert into conversations values (?, ?) on conflict do update set updated = max(updated, ?)"
 
+# Over all conversations; the oldest go first.
+ROWS_KEPT = {"runs": 10_000, "lines": 100_000, "approvals": 10_000}
+
 CONVERSATIONS_LISTED = 100
 RUNS_LISTED = 50  # of one conversation, the newest
 LINES_LISTED = 400  # of one conversation, the newest
@@ -1664,14 +1667,25 @@ class Journal:
         deletions += ["delete from conversations where id = ?"]
         self._write(*((deletion, conversation) for deletion in deletions))
 
-    def forget_before(self, at: float) -> None:
-        """Remove the conversations in which nothing happened since, but for open runs."""
+    def forget_before(self, at: float, most: Mapping[str, int] = ROWS_KEPT) -> None:
+        """Remove the conversations in which nothing happened since, and rows over the limits.
+
+        Open runs stay, whatever their age.
+        """
         query = (
             "select id from conversations where updated < ? and id not in"
             " (select conversation from runs where not ended)"
         )
         for (conversation,) in self._read(query, at):
             self.forget(conversation)
+        for table, (order, extra) in {
+            "runs": ("created", "ended and "),
+            "lines": ("at", ""),
+            "approvals": ("at", ""),
+        }.items():
+            old = f"select rowid from {table} order by {order} desc limit -1 offset ?"
+            self._write((f"delete from {table} where {extra}rowid in ({old})", most[table]))
+        self._write(("delete from delegations where run not in (select id from runs)",))
 
     def close(self) -> None:
         """Write what is left and let the file go."""
@@ -2651,6 +2665,14 @@ def resume_runs(app: App) -> None:
         in_background(work, app, run)
 
 
+def forget_daily(app: App) -> None:
+    """Let go of what is too old, once a day for as long as the server runs."""
+    while not app.closing:
+        with app.changed:
+            app.changed.wait_for(lambda: app.closing, 86400)
+        app.journal.forget_before(time.time() - app.config.history_days * 86400)
+
+
 def get_updates(app: App, request: Request) -> Updates:
     """Follow a run: what was missed since `after`, then what comes."""
     after = request.query.get("after", "0")
@@ -3343,6 +3365,7 @@ def serve_until(server: Server, wait: Callable[[], object]) -> None:
     host, port = str(server.server_address[0]), server.server_address[1]
     named = f"[{host}]" if ":" in host else host
     resume_runs(app)
+    in_background(forget_daily, app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     log_event("server.listening", url=f"http://{named}:{port}/", token="needed" if app.access else "none")

@@ -788,3 +788,19 @@ def test_a_large_journal_is_quick(bench, tmp_path):
 
     assert seconds.pop("open") < 10
     assert max(seconds.values()) < 1
+
+
+def test_the_oldest_rows_over_the_limits_are_forgotten_but_no_open_run(journal):
+    maker = Maker()
+    first = Maker("open").running()
+    journal.save(first)
+    ended = [maker.ended() for _ in range(5)]
+    journal.save(*ended)
+    for number in range(5):
+        journal.add_lines("c1", [{"key": f"k{number}", "speaker": "user", "text": str(number)}], number)
+
+    journal.forget_before(-1, {"runs": 2, "lines": 3, "approvals": 1})
+
+    assert [line["text"] for line in journal.lines_of("c1")] == ["2", "3", "4"]
+    assert [run.id for run in journal.open_runs()] == [first.id]
+    assert [journal.run(run.id) is not None for run in ended] == [False, False, False, True, True]
