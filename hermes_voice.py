@@ -2215,7 +2215,10 @@ def post_session(app: App, request: Request) -> Reply:
     sdp = text_of(request.body, "sdp", SDP_LIMIT)
     if not sdp.startswith("v=0") or "m=audio" not in sdp:
         raise BadRequest("'sdp' must be an offer with an audio track.")
-    session = session_settings(app.config, request.body)
+    given = request.body.get("conversation")
+    # What was said on every page and device, where there is more than this page's own.
+    stored = app.journal.lines_of(id_of(request.body, "conversation")) if given is not None else []
+    session = session_settings(app.config, request.body, stored)
     with app.changed:
         number = next_start(app)
     session_id, answer = app.openai.open_session(session, sdp)
@@ -2243,13 +2246,13 @@ def next_start(app: App) -> int:
     return app.start_number
 
 
-def session_settings(config: Config, body: Json) -> Json:
+def session_settings(config: Config, body: Json, stored: Sequence[Json] = ()) -> Json:
     """The `session` object of a new Live session."""
     asked = body.get("voice") or "custom"
     voice = config.voice if asked in (config.voice, "custom") else asked
     if voice != config.voice and voice not in VOICES:
         raise BadRequest("'voice' must be one of the voices that /config lists.")
-    history = lines_of(body, "history") if body.get("history") else []
+    history = stored or (lines_of(body, "history") if body.get("history") else [])
     return {
         "model": config.model,
         "instructions": persona(config),

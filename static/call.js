@@ -219,7 +219,9 @@ function dial(state) {
     seconds: null,
     speech: emptied(state.speech), // what came up in between is on the screen
   };
-  return [next, [{ do: "open", attempt, history: transcript.history(state.transcript, HISTORY_LINES) }]];
+  // The server's lines are the history; this page's go along in case it has none.
+  const open = { do: "open", attempt, history: transcript.history(state.transcript, HISTORY_LINES) };
+  return each(next, keep, (s) => [s, [open]]);
 }
 
 /** @param {State} state @param {Event} event @returns {Step} */

@@ -230,9 +230,9 @@ def test_two_delegations_at_once_leave_no_orphan(line, hermes):
     finished = [run["result"]["finish_reason"] for run in runs]
     assert finished in (["cancelled", "stop"], ["stop", "stop"], ["stop"])
     assert all(updates[-1]["type"] == "done" for updates in results)
-    final = hermes.model.requests[-1].users[-1]
-    assert "Request 1." in final
-    assert "Request 2." in final
+    asked = "\n".join(text for each in hermes.model.requests[before:] for text in [*each.users, *each.steers])
+    assert "Request 1." in asked
+    assert "Request 2." in asked
     assert len(hermes.model.requests) > before
 
 
