@@ -36,6 +36,7 @@ import contextlib
 import difflib
 import errno
 import hmac
+import html
 import http.client
 import io
 import ipaddress
@@ -54,6 +55,7 @@ import sys
 import sysconfig
 import threading
 import time
+import unicodedata
 import urllib.parse
 import urllib.request
 from collections import OrderedDict, deque
@@ -255,6 +257,8 @@ class Config:
     history_days: int = 90
     on_new_request: str = POLICIES[0]
     stop_phrases: tuple[str, ...] = STOP_PHRASES
+    yes_phrases: tuple[str, ...] = ()
+    no_phrases: tuple[str, ...] = ()
     public_hosts: tuple[str, ...] = ()
 
 
@@ -399,6 +403,8 @@ CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
     "history_days": lambda value, _: _seconds(value, 1, 36500),
     "on_new_request": lambda value, _: _one_of(value, POLICIES),
     "stop_phrases": lambda value, _: _phrases(value),
+    "yes_phrases": lambda value, _: _phrases(value),
+    "no_phrases": lambda value, _: _phrases(value),
     "public_hosts": _hosts,
 }
 
@@ -768,7 +774,8 @@ def split_answer(output: str) -> tuple[list[str], str]:
     show = f"{spoken.strip()}\n\n{rest.strip()}".strip()
     if len(show) > SHOW_CHARS:
         show = show[:SHOW_CHARS] + "\n\n*The rest is too long to show; Hermes has all of it.*"
-    said, whole = _first_sentences(speakable(spoken[:SPOKEN_CHARS]), SAY_CHARS)
+    aloud = "" if _RAW.match(spoken) else speakable(spoken[:SPOKEN_CHARS])
+    said, whole = _first_sentences(aloud, SAY_CHARS)
     if not whole or len(spoken) > SPOKEN_CHARS:
         said.append("The rest is on your screen.")
     elif not said:
@@ -789,14 +796,26 @@ def _cut_at_rule(text: str) -> tuple[str, str]:
 
 
 # Markdown that is not for the ear: pattern and what is said instead, in this order.
-_UNSPEAKABLE = [
+_UNSPEAKABLE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(_FENCED, re.M | re.S), " "),
+    (re.compile(r"\$\$[^$]{0,2000}\$\$|\\\[[^\]]{0,2000}\\\]"), " "),
     (re.compile(r"^[ \t]*\|.*$", re.M), " "),
     (re.compile(r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", re.M), " "),
+    (re.compile(r"\[\^[\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", re.M), ""),
     (re.compile(r"!\[([^\]]*)\]\([^)]*\)"), r"\1"),
-    (re.compile(r"\[([^\]]+)\]\([^)]*\)"), r"\1"),
+    (re.compile(r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]\n]{0,100}\])"), r"\1"),
     (re.compile(r"<?(?:https?|ftp)://[^\s<>)\]，。、！？；：）」』】]+(?<![.,:;!?])>?"), " "),
-    (re.compile(r"</?[a-zA-Z][^<>]*>"), " "),
+    (re.compile(r"<!--.*?-->|</?[a-zA-Z][^<>]*>", re.S), " "),
+    # Of a path only the last name, of a hash the first digits.
+    (re.compile(r"(?<![\w/.:~])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?"), r"\1"),
+    (re.compile(r"(?<![\w/.:])(?:[\w.@+-]{1,99}/){1,30}([\w@+-]{1,90}\.[A-Za-z]\w{0,4})\b(?!/)"), r"\1"),
+    (re.compile(r"\b[A-Za-z]:\\(?:[^\\\s]{1,99}\\){0,30}([\w@+-][\w.@+-]{0,98})"), r"\1"),
+    (re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b"), r"\1"),
+    # A longer number is read out digit by digit, which is easier to follow in groups.
+    (
+        re.compile(r"(?<![\d.,])\d{13,40}(?![\d.,]\d)"),
+        lambda number: " ".join(re.findall(".{1,4}", number[0])),
+    ),
     (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+(?:\[[ xX]\][ \t]+)?)+", re.M), ""),
     # In the first line a number may be the answer.
     (re.compile(r"(?<=\n)[ \t]*\d{1,3}[.)][ \t]+"), ""),
@@ -805,7 +824,21 @@ _UNSPEAKABLE = [
     # What is left of a pair, but no sign between numbers.
     (re.compile(r"`+|#{2,}|(?<!\S)\*+(?=\S)|(?<=\S)\*+(?!\S)"), ""),
     (re.compile(r"\|+"), " "),
+    # Inline formulas; a price is none.
+    (re.compile(r"\$(?=[^$\n]{0,200}[\\^_{}])([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)"), r"\1\2"),
+    (re.compile(r"\\[a-zA-Z]+|\\(?=[\W_])"), " "),
+    # Pictures in the text and arrows.
+    (
+        re.compile(
+            "[\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3\U0001f000-\U0001faff\U000e0020-\U000e007f]+"
+        ),
+        " ",
+    ),
 ]
+# What is no answer in words: an error as a program prints it, or data.
+_RAW = re.compile(
+    r"(?:Traceback \(most recent|API call failed|Error code: \d|HTTP [45]\d\d\b|[\[{]\s*[\"{\[])"
+)
 
 
 def speakable(markdown: str) -> str:
@@ -813,17 +846,27 @@ def speakable(markdown: str) -> str:
     text = mask(markdown).replace("•••", "")
     for pattern, instead in _UNSPEAKABLE:
         text = pattern.sub(instead, text)
-    return "\n".join(line for line in (" ".join(raw.split()) for raw in text.split("\n")) if line)
+    lines = (" ".join(line.split()) for line in html.unescape(text).split("\n"))
+    return "\n".join(filter(None, lines))
 
 
 # Up to the end of a sentence: closing punctuation before a space or the line's end, or
 # that of scripts without spaces.
 _SENTENCE = re.compile(r".+?(?:[.!?…؟۔।]+[\"'”’)\]]*(?=\s|$)|[。！？]+[」』”）]*|$)", re.M)
+# A full stop after these ends none: initials, ordinals and what is often shortened.
+_SHORTENED = re.compile(
+    r"(?:^|[\s(])(?:\w|\w\.\s?\w|\d{1,2}|approx|bzw|ca|cf|Dr|etc|inkl|Mr|Mrs|Ms|Nr|No|Prof|St|usw|vs)\.$"
+)
 
 
 def _first_sentences(text: str, most: int) -> tuple[list[str], bool]:
     """The sentences within `most` characters, at least one, and whether these are all."""
-    sentences = [s for s in (found.strip() for found in _SENTENCE.findall(text)) if s]
+    sentences: list[str] = []
+    for found in filter(None, (part.strip() for part in _SENTENCE.findall(text))):
+        if sentences and _SHORTENED.search(sentences[-1]):
+            sentences[-1] += f" {found}"
+        else:
+            sentences.append(found)
     totals = itertools.accumulate(len(sentence) for sentence in sentences)
     fitting = sum(1 for total in totals if total <= most)
     if sentences and not fitting:
@@ -848,36 +891,111 @@ def _short_parts(sentence: str) -> Iterator[str]:
     while len(sentence.encode()) > PIECE_BYTES:
         head = sentence.encode()[:PIECE_BYTES].decode(errors="ignore")
         cut = head.rfind(" ") if " " in head[1:] else len(head)
+        while cut > 1 and (_is_joined(sentence[cut]) or sentence[cut - 1] == "\u200d"):
+            cut -= 1
         yield sentence[:cut].strip()
         sentence = sentence[cut:].strip()
     yield sentence
 
 
-# Spoken approvals: the whole utterance, less politeness, must be one of these.
+def _is_joined(character: str) -> bool:
+    """Whether it belongs to the character before it: accents, skin tones, joiners."""
+    return unicodedata.category(character)[0] == "M" or character == "\u200d" or "🏻" <= character <= "🏿"
 
-_POLITE = re.compile(r"\b(?:hermes|please|thanks|thank you|uh|um|oh|bitte|danke|äh|ähm)\b")
-_YES = frozenset(
-    "yes|yeah|yep|yup|allow|allow it|allow once|allow it once|approve|approved|approve it|i approve"
-    "|i allow it|go ahead|do it|yes allow|yes allow it|yes approve|yes approve it|yes do it"
-    "|yes go ahead|yes i approve|yes you may|you may|ja|ja mach|ja mach das|ja mach es|mach das"
-    "|mach es|erlauben|erlaubt|genehmigt|ja erlauben|ja erlaubt|ja genehmigt".split("|")
+
+# Spoken approvals: the whole utterance, less politeness, must be one of these. What people
+# say while they listen is none of them, in no language: okay, mhm, vale, tamam, うん, 好的.
+
+_POLITE = re.compile(
+    r"\b(?:hermes|uh|um|oh|ah|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
+    r"|por favor|gracias|per favore|grazie|obrigad[oa]|alstublieft|alsjeblieft|dank (?:je|u)|bedankt"
+    r"|prosze|dziekuje|lutfen|tesekkurler)\b"
 )
-_NO = frozenset(
-    "no|nope|nah|no way|deny|denied|deny it|no deny|no deny it|don't|don't do it|do not|do not do it"
-    "|no don't|no don't do it|no do not|no do not do it|don't allow it|refuse|refuse it|no refuse"
-    "|nein|nein nicht|nicht|mach das nicht|nein mach das nicht|lass das|nein lass das|ablehnen"
-    "|abgelehnt|nein ablehnen|verweigern".split("|")
-)
+_YES = {
+    "English": "yes|yeah|yep|yup|allow|allow it|allow once|allow it once|approve|approved|approve it"
+    "|i approve|i allow it|go ahead|do it|yes allow|yes allow it|yes approve|yes approve it"
+    "|yes do it|yes go ahead|yes i approve|yes you may|you may",
+    "German": "ja|jawohl|ja mach|ja mach das|ja mach es|mach das|mach es|erlauben|erlaubt|genehmigt"
+    "|ja erlauben|ja erlaubt|ja genehmigt|ja darfst du|ja das darfst du|einverstanden"
+    "|ja einverstanden",
+    "French": "oui|ouais|oui vas y|vas y|oui allez y|allez y|oui autorise|autorise|autorisé"
+    "|oui autorisé|oui fais le|fais le|oui je suis d'accord|j'autorise|oui j'autorise|j'approuve"
+    "|approuvé",
+    "Spanish": "sí|sí adelante|adelante|sí hazlo|hazlo|sí permítelo|permítelo|permitido|sí permitido"
+    "|aprobado|sí aprobado|lo apruebo|sí lo apruebo|autorizado|sí autorizado|sí puedes",
+    "Italian": "sì procedi|procedi|sì fallo|sì consenti|consenti|consentito|approvato|sì approvato"
+    "|approvo|sì approvo|autorizzato|sì autorizzato|permetti|sì permetti|sì puoi",
+    "Portuguese": "sim|sim pode|pode fazer|sim pode fazer|sim faça|faça isso|sim faça isso|permitir"
+    "|sim permitir|permitido|sim permitido|aprovado|sim aprovado|autorizado|sim autorizado"
+    "|eu autorizo|sim eu autorizo",
+    "Dutch": "ja doe maar|doe maar|ja doe het|doe het|ja toestaan|toestaan|toegestaan|ja toegestaan"
+    "|goedgekeurd|ja goedgekeurd|ga je gang|ja ga je gang|ja dat mag|dat mag",
+    "Polish": "tak|tak zrób to|zrób to|tak pozwalam|pozwalam|zezwalam|tak zezwalam|zgadzam się"
+    "|tak zgadzam się|zatwierdzam|tak zatwierdzam|śmiało|tak śmiało",
+    "Turkish": "evet|evet yap|yap|evet izin ver|izin ver|izin veriyorum|evet izin veriyorum"
+    "|onaylıyorum|evet onaylıyorum|evet yapabilirsin|yapabilirsin",
+    "Chinese": "是|是的|可以|是的可以|允许|允許|是的允许|同意|我同意|是的我同意|批准|准许|准許|我允许|我允許",
+    "Japanese": "はい|はいお願いします|はいどうぞ|はい許可します|許可します|許可する|許可|はい許可"
+    "|はい実行して|実行して|はい実行してください|実行してください|はいやって|はいやってください"
+    "|やってください",
+}
+_NO = {
+    "English": "no|nope|nah|no way|deny|denied|deny it|no deny|no deny it|don't|don't do it|do not"
+    "|do not do it|no don't|no don't do it|no do not|no do not do it|don't allow it|refuse"
+    "|refuse it|no refuse",
+    "German": "nein|nein nicht|nicht|mach das nicht|nein mach das nicht|lass das|nein lass das"
+    "|ablehnen|abgelehnt|nein ablehnen|verweigern|nicht erlauben|nein nicht erlauben"
+    "|auf keinen fall|nein auf keinen fall",
+    "French": "non|non pas ça|ne fais pas ça|non ne fais pas ça|ne le fais pas|non ne le fais pas"
+    "|refuse|refusé|non refuse|je refuse|non je refuse|surtout pas|non surtout pas",
+    "Spanish": "no lo hagas|no no lo hagas|no hagas eso|denegado|no denegado|deniégalo|recházalo"
+    "|rechazado|de ninguna manera|no de ninguna manera|no lo permito|no lo permitas",
+    "Italian": "non farlo|no non farlo|nega|no nega|negato|no negato|rifiuta|rifiutato|rifiuto"
+    "|non lo permetto|assolutamente no|no assolutamente no",
+    "Portuguese": "não|não faça|não faça isso|não não faça isso|negar|negado|não negado|recusar"
+    "|recusado|eu recuso|não eu recuso|de jeito nenhum|não de jeito nenhum|não permito"
+    "|não autorizo",
+    "Dutch": "nee|nee niet doen|niet doen|doe het niet|nee doe het niet|weigeren|nee weigeren"
+    "|geweigerd|afgewezen|nee dat mag niet|dat mag niet|absoluut niet|nee absoluut niet",
+    "Polish": "nie|nie rób tego|nie nie rób tego|odmawiam|nie odmawiam|odmowa|nie pozwalam"
+    "|nie zezwalam|nie zgadzam się|w żadnym wypadku|nie w żadnym wypadku",
+    "Turkish": "hayır|yapma|hayır yapma|reddet|hayır reddet|reddediyorum|hayır reddediyorum"
+    "|izin verme|hayır izin verme|izin vermiyorum|hayır izin vermiyorum|asla|hayır asla",
+    "Chinese": "不|不行|不可以|不要|不允许|不允許|不同意|我不同意|拒绝|拒絕|否|别|別|不准|不是"
+    "|不要做|不可以做",
+    "Japanese": "いいえ|いや|だめ|だめです|ダメ|ダメです|駄目です|いいえだめです|やめて"
+    "|やめてください|いいえやめてください|許可しない|許可しません|いいえ許可しません|拒否"
+    "|拒否します|いいえ拒否します|しないで|しないでください",
+}
 
 
-def read_answer(heard: str) -> str | None:
-    """What the user's words answer: `once`, `deny`, or None if that is not clear."""
-    if "?" in heard or len(heard) > 100:
+def read_answer(heard: str, yes: Iterable[str] = (), no: Iterable[str] = ()) -> str | None:
+    """What the user's words answer: `once`, `deny`, or None if that is not clear.
+
+    `yes` and `no` are phrases that count besides the built-in ones.
+    """
+    if re.search("[?？؟]", heard) or len(heard) > 100:
         return None
-    plain = _POLITE.sub(" ", heard.casefold().replace("’", "'"))
-    words = re.findall(r"[^\W_]+(?:'[^\W_]+)*", plain)
-    said = " ".join(word for word, _ in itertools.groupby(words))
-    return "once" if said in _YES else "deny" if said in _NO else None
+    said = _said(heard)
+    allows = said in _YES_SAID or said in map(_said, yes)
+    denies = said in _NO_SAID or said in map(_said, no)
+    if not said or allows == denies:
+        return None
+    return "once" if allows else "deny"
+
+
+def _said(text: str) -> str:
+    """Words without accents, case, politeness, repetition and spaces, which not every script has."""
+    plain = unicodedata.normalize("NFKD", text.replace("’", "'").casefold().replace("ı", "i"))
+    plain = unicodedata.normalize("NFC", re.sub("[\u0300-\u036f]", "", plain))
+    words = re.findall(r"[^\W_]+(?:'[^\W_]+)*", _POLITE.sub(" ", plain))
+    return "".join(word for word, _ in itertools.groupby(words))
+
+
+_YES_SAID, _NO_SAID = (
+    frozenset(_said(phrase) for phrases in words.values() for phrase in phrases.split("|"))
+    for words in (_YES, _NO)
+)
 
 
 # Hermes's events
@@ -2762,8 +2880,10 @@ def post_approve(app: App, request: Request) -> Reply:
     if ("heard" in body) == ("choice" in body):
         raise BadRequest("Give either 'choice' or 'heard'.")
     heard = text_of(body, "heard", HEARD_LIMIT) if "heard" in body else None
-    choice = read_answer(heard) if heard is not None else body["choice"]
+    config = app.config
+    choice = body["choice"] if heard is None else read_answer(heard, config.yes_phrases, config.no_phrases)
     if heard is not None and choice is None:
+        log_event("approval.unclear", run=run_id)
         return Reply({"choice": None, "resolved": 0})
     if choice not in CHOICES:
         raise BadRequest(f"'choice' must be one of {', '.join(CHOICES)}.")

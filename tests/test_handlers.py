@@ -1095,14 +1095,25 @@ def test_a_question_is_answered_by_voice(bench, heard, said, choice):
 
 
 @pytest.mark.parametrize("said", ["Maybe.", "Yes?", "What would it delete?", "Yes, no, wait", "always"])
-def test_what_is_no_clear_answer_decides_nothing(bench, said):
+def test_what_is_no_clear_answer_decides_nothing(bench, heard, said):
     b = bench()
     page, run, _ = asked(b)
 
     assert b.approve(run_id=page.run_id, heard=said) == {"choice": None, "resolved": 0}
 
     assert run.answers == []
+    assert f"approval.unclear run={page.run_id}" in heard.text
     assert b.approve(run_id=page.run_id, choice="deny")["resolved"] == 1
+
+
+@pytest.mark.parametrize(("said", "choice"), [("Jo, passt!", "once"), ("Naa.", "deny")])
+def test_the_config_can_add_words_for_an_answer(bench, said, choice):
+    b = bench(config=Config(yes_phrases=("jo passt",), no_phrases=("naa",)))
+    page, run, _ = asked(b)
+
+    b.approve(run_id=page.run_id, heard=said)
+
+    assert run.answers == [{"choice": choice, "request_id": "q_1"}]
 
 
 @pytest.mark.parametrize(
