@@ -50,6 +50,7 @@ import secrets
 import signal
 import socket
 import sqlite3
+import ssl
 import stat
 import sys
 import sysconfig
@@ -419,9 +420,14 @@ def read_secret(path: Path, flag: str) -> str:
         raise ConfigError([f"{flag} {path}: cannot be read: {error.strerror}"]) from None
     except ValueError as error:
         raise ConfigError([f"{flag} {path}: {error}"]) from None
+    check_private(path, flag, mode)
+    return secret
+
+
+def check_private(path: Path, flag: str, mode: int) -> None:
+    """Raise ConfigError, naming the flag, if every user can read or write the file."""
     if os.name == "posix" and mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ConfigError([f"{flag} {path}: every user can read it; run: chmod 600 {path}"])
-    return secret
 
 
 def checked_secret(text: str) -> str:
@@ -466,6 +472,27 @@ def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[st
     except ValueError as error:
         raise ConfigError([f"{dotenv}: {variable} {error}"]) from None
     raise ConfigError([f"{flag}: not given, and {dotenv} holds no {variable}; name the key's file"])
+
+
+def load_certificate(chain: Path, key: Path) -> ssl.SSLContext:
+    """What a TLS server needs to show this certificate. Raise ConfigError if it cannot be used."""
+    flag = "--tls-cert" if key == chain else "--tls-key"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        check_private(key, flag, key.stat().st_mode)
+        # Without a password to try, OpenSSL would ask for one at the terminal.
+        context.load_cert_chain(chain, key, password="")
+    except ssl.SSLError as error:
+        why = {"KEY_VALUES_MISMATCH": f"the key in {key} belongs to another certificate"}.get(
+            error.reason, f"it must hold a certificate chain in PEM, and {key} its key without a password"
+        )
+        raise ConfigError([f"--tls-cert {chain}: {why}"]) from None
+    except OSError as error:
+        named = f"{flag} {key}" if chain.is_file() else f"--tls-cert {chain}"
+        raise ConfigError([f"{named}: cannot be read: {error.strerror}"]) from None
+    return context
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -3011,7 +3038,14 @@ REQUEST_SECONDS = 30  # until a request is complete, and for each write of its a
 # it would reset the answer away.
 LINGER_SECONDS, LINGER_LIMIT = 5, 8 << 20  # bytes
 BACKLOG = 256  # connections waiting to be accepted; the default of 5 loses callers
-CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError)
+CERTIFICATE_SECONDS = 1  # between two looks at the certificate's files
+CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError, ssl.SSLError)
+
+PLAIN_HTTP = "This port speaks HTTPS. Put https:// in front of the address.\n"
+PLAIN_HTTP_REPLY = (
+    "HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    f"Content-Length: {len(PLAIN_HTTP)}\r\n\r\n{PLAIN_HTTP}"
+).encode()
 
 Handling = Callable[[App, Request], Reply | Updates]
 
@@ -3129,6 +3163,35 @@ def find_route(method: str, path: str) -> tuple[Handling, tuple[str, ...]]:
     raise NotFound("There is nothing here.")
 
 
+class Certificate:
+    """A certificate's files, read again when they have changed. Only the accepting thread asks."""
+
+    def __init__(self, chain: Path, key: Path) -> None:
+        self.chain, self.key = chain, key
+        self._mark, self._looked_at = self._stamp(), time.monotonic()
+        self._context = load_certificate(chain, key)
+
+    def context(self) -> ssl.SSLContext:
+        """What the next connection is shown: the files' pair, or the one before if that is bad."""
+        if time.monotonic() - self._looked_at > CERTIFICATE_SECONDS:
+            self._looked_at = time.monotonic()
+            # Taken before reading, so that a file written meanwhile is seen the next time.
+            before, self._mark = self._mark, self._stamp()
+            if self._mark != before:
+                try:
+                    self._context = load_certificate(self.chain, self.key)
+                    log_event("certificate.loaded", file=self.chain)
+                except ConfigError as error:
+                    log_event("certificate.refused", logging.WARNING, kept="the old one", detail=error)
+        return self._context
+
+    def _stamp(self) -> list[tuple[int, int, int]]:
+        with contextlib.suppress(OSError):
+            found = [path.stat() for path in (self.chain, self.key)]
+            return [(file.st_mtime_ns, file.st_ino, file.st_size) for file in found]
+        return []
+
+
 class Server(ThreadingHTTPServer):
     """The listening socket, with what its handlers need."""
 
@@ -3142,13 +3205,29 @@ class Server(ThreadingHTTPServer):
         app: App,
         page: dict[str, tuple[str, bytes]],
         request_seconds: float = REQUEST_SECONDS,
+        certificate: Certificate | None = None,
     ) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.app, self.page, self.request_seconds = app, page, request_seconds
+        self.certificate = certificate
         self.names = {address[0].lower(), *app.config.public_hosts}
         self.streams = 0  # open, so that shutting down can wait for their last lines
+        self.turned_at = time.monotonic()  # when the accepting thread last came round
         super().__init__(address, Handler)
+
+    def service_actions(self) -> None:
+        """The accepting thread has come round."""
+        self.turned_at = time.monotonic()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Its first read makes the handshake, in its own thread and time."""
+        connection, address = super().get_request()
+        if self.certificate is not None:
+            connection = self.certificate.context().wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A connection's thread died outside of a request."""
@@ -3166,7 +3245,7 @@ class Incoming(socket.SocketIO):
     def readinto(self, buffer: Any) -> int | None:
         """Read some bytes in the time that is left."""
         self.connection.settimeout(max(0.001, self.until - time.monotonic()))
-        return super().readinto(buffer)
+        return self.connection.recv_into(buffer)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -3182,15 +3261,25 @@ class Handler(BaseHTTPRequestHandler):
         """Prepare for a connection's requests."""
         super().setup()
         self.incoming = Incoming(self.connection)
-        self.rfile = io.BufferedReader(self.incoming)
+        self.rfile: io.BufferedReader = io.BufferedReader(self.incoming)
 
     def handle_one_request(self) -> None:
         """Wait for a request, within its time, and serve it."""
         self.incoming.until = time.monotonic() + self.server.request_seconds
-        super().handle_one_request()
+        try:
+            super().handle_one_request()
+        except ssl.SSLError as error:
+            self.close_connection = True
+            log_event("tls.failed", client=self.client_address[0], reason=error.reason)
+            if error.reason == "HTTP_REQUEST":
+                socket.socket.sendall(self.connection, PLAIN_HTTP_REPLY)  # not SSLSocket's
 
     def finish(self) -> None:
         """Read on until the client has closed, within limits."""
+        if isinstance(self.connection, ssl.SSLSocket):
+            self.connection.settimeout(0)
+            with contextlib.suppress(OSError, ValueError):
+                self.connection.unwrap()  # says the end and, without a timeout, awaits no answer
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.incoming.until = time.monotonic() + LINGER_SECONDS
@@ -3278,11 +3367,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def client_is_gone(self) -> bool:
         """Whether the client has hung up while it was being answered."""
+        self.incoming.until = 0  # what has come is kept for the next request; nothing is waited for
         try:
-            self.connection.settimeout(0)
-            peeked: bytes = self.connection.recv(1, socket.MSG_PEEK)
-            return not peeked
-        except BlockingIOError:
+            return not self.rfile.peek(1)
+        except TimeoutError:
             return False
         except OSError:
             return True
@@ -3359,6 +3447,7 @@ def error_reply(error: VoiceError) -> Reply:
 # ---- command -----------------------------------------------------------------
 
 SHUTDOWN_SECONDS = 3  # for streams to write their last line
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 class LogFormat(logging.Formatter):
@@ -3384,6 +3473,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--openai-key-file", type=Path, metavar="FILE", help="default: OPENAI_API_KEY of Hermes's .env")
     add("--openai-base-url", default=DEFAULT_OPENAI_URL, metavar="URL", help="default %(default)s")
     add("--access-token-file", type=Path, metavar="FILE", help="what the page must show to be let in")
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate chain in PEM: serve HTTPS")
+    add("--tls-key", type=Path, metavar="FILE", help="its key; default: in the same file")
     add("--config", type=Path, metavar="FILE", help="JSON, see config.example.json")
     add(
         "--state",
@@ -3415,8 +3506,27 @@ def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Jo
         raise ConfigError([f"--state {folder}: the journal cannot be used: {error}; {hint}"]) from None
 
 
-def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
-    """The server, listening, and the warnings. Raise ConfigError with every problem."""
+def find_certificate(chain: Path | None, key: Path | None) -> Certificate | None:
+    """The certificate of the flags, if they name one. Raise ConfigError."""
+    if chain is None and key is not None:
+        raise ConfigError([f"--tls-key {key}: needs --tls-cert, the certificate that it belongs to"])
+    return Certificate(chain, key or chain) if chain else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is read at the start, and again on SIGHUP."""
+
+    config: Config
+    warnings: list[str]
+    secrets: Secrets
+    page: dict[str, tuple[str, bytes]]
+    certificate: Certificate | None
+    address: tuple[str, int]
+
+
+def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """Everything that flags, files and environment say. Raise ConfigError with every problem."""
     problems: list[str] = []
 
     def attempt(step: Callable[[], Any], instead: Any) -> Any:
@@ -3438,7 +3548,7 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     )
     access = attempt(lambda: find_secret("access-token", args.access_token_file, "", environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
-    journal = attempt(lambda: open_journal(args.state, config.history_days, environ), None)
+    certificate = attempt(lambda: find_certificate(args.tls_cert, args.tls_key), None)
     if not is_loopback(host) and not access and not args.access_token_file:
         problems.append(
             f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
@@ -3446,14 +3556,86 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         )
     if problems:
         raise ConfigError(problems)
-    openai, hermes = OpenAI(args.openai_base_url, openai_key), Hermes(args.hermes_url, hermes_key)
-    app = App(config, access or None, openai, hermes, journal)
+    keys = Secrets(openai_key, hermes_key, access or None)
+    return Settings(config, warnings, keys, page, certificate, (host, port))
+
+
+def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
+    """The server, listening, and the warnings. Raise ConfigError with every problem."""
+    settings = read_settings(args, environ)
+    keys = settings.secrets
+    openai, hermes = OpenAI(args.openai_base_url, keys.openai), Hermes(args.hermes_url, keys.hermes)
+    journal = open_journal(args.state, settings.config.history_days, environ)
+    app = App(settings.config, keys.access, openai, hermes, journal)
     try:
-        return Server((host, port), app, page), warnings
+        server = Server(settings.address, app, settings.page, certificate=settings.certificate)
+        return server, settings.warnings
     except (OSError, UnicodeError) as error:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "the port is taken; is it running already?" if taken else getattr(error, "strerror", error)
         raise ConfigError([f"--listen {args.listen}: {why}"]) from None
+
+
+def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Read everything again and use it, or, if anything is wrong with it, go on as before."""
+    app = server.app
+    notify(environ, "RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    try:
+        settings = read_settings(args, environ)
+        keys = settings.secrets
+        if app.access and not keys.access:
+            raise ConfigError(["the access token is gone; to serve without one, start it again"])
+    except ConfigError as error:
+        for problem in error.problems:
+            log_event("reload.refused", logging.WARNING, kept="the old settings", problem=problem)
+    else:
+        # A request under way ends with the upstream, and so the key, that it began with.
+        app.openai, app.hermes = (
+            OpenAI(args.openai_base_url, keys.openai),
+            Hermes(args.hermes_url, keys.hermes),
+        )
+        app.config, app.access = settings.config, keys.access
+        server.page, server.certificate = settings.page, settings.certificate
+        server.names = {settings.address[0].lower(), *settings.config.public_hosts}
+        for warning in settings.warnings:
+            log_event("reload.warned", logging.WARNING, warning=warning)
+        log_event("server.reloaded", token="needed" if app.access else "none")
+    notify(environ, "READY=1")
+
+
+def notify(environ: Mapping[str, str], *words: str) -> None:
+    """Tell systemd, where it listens, as sd_notify(3) does."""
+    address = re.sub("^@", "\0", environ.get("NOTIFY_SOCKET", ""))
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(1)
+            sock.sendto("\n".join(words).encode(), address)
+
+
+def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float:
+    """Half of what systemd's watchdog of this process waits, or 0 if there is none."""
+    given = environ.get("WATCHDOG_USEC", "")
+    ours = environ.get("WATCHDOG_PID", str(pid)) == str(pid)
+    return int(given) / 2e6 if ours and re.fullmatch(r"[0-9]{1,18}", given) else 0
+
+
+def report_life(server: Server, environ: Mapping[str, str], seconds: float) -> None:
+    """Tell systemd's watchdog, as long as connections are accepted and the one lock can be had."""
+    while not server.app.closing:
+        free = server.app.changed.acquire(timeout=seconds)
+        if free:
+            server.app.changed.release()
+        if free and time.monotonic() - server.turned_at < seconds:
+            notify(environ, "WATCHDOG=1")
+        else:
+            log_event("server.stuck", logging.ERROR, lock="free" if free else "held")
+        time.sleep(seconds)
+
+
+def wait_for_end(at_terminal: bool, again: Callable[[], None]) -> None:
+    """Wait for SIGTERM or SIGINT; on SIGHUP reload, or end with the terminal if that has gone."""
+    while signal.sigwait(SIGNALS) == signal.SIGHUP and sys.stderr.isatty() == at_terminal:
+        again()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -3476,14 +3658,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hermes-voice: warning: {warning}", file=sys.stderr)
     log_event("server.starting", version=__version__)
     # A handler could come too late for a main thread that is just going to sleep.
-    ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    serve_until(server, lambda: signal.sigwait(ends))
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    at_terminal = sys.stderr.isatty()
+    serve_until(
+        server, lambda: wait_for_end(at_terminal, lambda: reload(server, args, os.environ)), os.environ
+    )
     return 0
 
 
-def serve_until(server: Server, wait: Callable[[], object]) -> None:
+def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str, str] | None = None) -> None:
     """Serve until the wait is over, then let the streams end."""
+    environ = environ or {}
     app = server.app
     host, port = str(server.server_address[0]), server.server_address[1]
     named = f"[{host}]" if ":" in host else host
@@ -3491,8 +3676,14 @@ def serve_until(server: Server, wait: Callable[[], object]) -> None:
     in_background(forget_daily, app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    log_event("server.listening", url=f"http://{named}:{port}/", token="needed" if app.access else "none")
+    scheme = "https" if server.certificate else "http"
+    log_event("server.listening", url=f"{scheme}://{named}:{port}/",
+              token="needed" if app.access else "none")  # fmt: skip
+    notify(environ, "READY=1")
+    if seconds := watchdog_seconds(environ, os.getpid()):
+        in_background(report_life, server, environ, seconds)
     wait()
+    notify(environ, "STOPPING=1")
     server.shutdown()
     server.server_close()
     app.close()

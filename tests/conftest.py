@@ -6,6 +6,7 @@ is missing. In CI (CI=true) nothing may be missing: there every skip is a failur
 
 import contextlib
 import os
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -59,6 +60,31 @@ def browser(chromium_path):
 @pytest.fixture(scope="session")
 def node_path():
     return found(find_node(), NODE_HINT)
+
+
+@pytest.fixture(scope="session")
+def openssl_path():
+    return found(shutil.which("openssl"), "openssl (Debian: apt install openssl)")
+
+
+@pytest.fixture(scope="session")
+def nginx_path():
+    return found(find_server("nginx"), "nginx (Debian: apt install nginx-light)")
+
+
+@pytest.fixture(scope="session")
+def caddy_path():
+    return found(find_server("caddy"), "caddy (Debian: apt install caddy)")
+
+
+@pytest.fixture(scope="session")
+def systemd_analyze_path():
+    return found(shutil.which("systemd-analyze"), "systemd-analyze (Debian: apt install systemd)")
+
+
+def find_server(name):
+    """Debian keeps some of them where only root's PATH leads."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin")
 
 
 @pytest.fixture(scope="session")
