@@ -24,7 +24,9 @@ PACKAGES = {
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
+    "test_hostile.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
+    "test_proxies.py": ("playwright", "aiortc", "aiohttp"),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),
 }
 collect_ignore = [

@@ -35,11 +35,15 @@ TIMEOUT = 10  # seconds
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory, openssl_path):
     """Folders with ca.pem, cert.pem and key.pem, each made as the README says."""
+    return [make_pair(tmp_path_factory.mktemp("pair")) for _ in range(2)]
+
+
+def make_pair(folder, name=NAME):
     (recipe,) = re.findall(r"```sh\n(subject=.*?)```", README, re.DOTALL)
-    folders = [tmp_path_factory.mktemp("pair") for _ in range(2)]
-    for folder in folders:
-        subprocess.run(["sh", "-euc", recipe], cwd=folder, check=True, capture_output=True)
-    return folders
+    assert NAME in recipe
+    command = ["sh", "-euc", recipe.replace(NAME, name)]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture
