@@ -3367,7 +3367,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def client_is_gone(self) -> bool:
         """Whether the client has hung up while it was being answered."""
-        self.incoming.until = 0  # what has come is kept for the next request; nothing is waited for
+        self.incoming.until = 0  # waits for nothing; what has come is kept for the next request
         try:
             return not self.rfile.peek(1)
         except TimeoutError:
@@ -3585,15 +3585,13 @@ def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str])
         keys = settings.secrets
         if app.access and not keys.access:
             raise ConfigError(["the access token is gone; to serve without one, start it again"])
-    except ConfigError as error:
-        for problem in error.problems:
+    except (ConfigError, OSError) as error:
+        for problem in getattr(error, "problems", [error]):
             log_event("reload.refused", logging.WARNING, kept="the old settings", problem=problem)
     else:
         # A request under way ends with the upstream, and so the key, that it began with.
-        app.openai, app.hermes = (
-            OpenAI(args.openai_base_url, keys.openai),
-            Hermes(args.hermes_url, keys.hermes),
-        )
+        app.openai = OpenAI(args.openai_base_url, keys.openai)
+        app.hermes = Hermes(args.hermes_url, keys.hermes)
         app.config, app.access = settings.config, keys.access
         server.page, server.certificate = settings.page, settings.certificate
         server.names = {settings.address[0].lower(), *settings.config.public_hosts}

@@ -26,7 +26,7 @@ const MICROPHONE = {
 const INSECURE =
   "Browsers give no microphone to a page over plain http. Three ways out: open the page as " +
   "http://localhost on the machine itself; forward a port, with ssh -L 8790:localhost:8790 and the server's name, and open " +
-  "http://localhost:8790 here; or put HTTPS in front, with a reverse proxy or tailscale serve.";
+  "http://localhost:8790 here; or use HTTPS, with --tls-cert, a reverse proxy or tailscale serve.";
 
 export class Session {
   /** @type {RTCPeerConnection | null} */ #peer = null;

@@ -18,7 +18,9 @@ from test_command import KEYS, SCRIPT, Process, flags, nothing_of_this_machine, 
 
 from hermes_voice import Server, notify, serve_until, watchdog_seconds
 
-UNIT = Path(__file__).parents[1] / "hermes-voice.service"
+ROOT = Path(__file__).parents[1]
+UNIT = ROOT / "hermes-voice.service"
+README = (ROOT / "README.md").read_text()
 TIMEOUT = 10  # seconds
 
 
@@ -160,6 +162,16 @@ def systemd_analyze(systemd_analyze_path):
 
 def test_systemd_finds_nothing_wrong_with_the_unit(systemd_analyze):
     found = systemd_analyze("verify")
+
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_systemd_finds_nothing_wrong_with_the_readme_s_https(systemd_analyze_path, tmp_path):
+    (more,) = re.findall(r"```\n(\[Service\]\n.*?)```", README, re.DOTALL)
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text() + more)
+
+    found = subprocess.run([systemd_analyze_path, "verify", unit], capture_output=True, text=True)
 
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 

@@ -1,4 +1,4 @@
-"""The README's recipes for nginx and Caddy, tried with the real ones."""
+"""The README's ways to HTTPS in a browser: nginx and Caddy, the real ones, and without a proxy."""
 
 import http.client
 import json
@@ -217,6 +217,29 @@ def test_the_server_learns_the_host_and_who_asks_and_cannot_be_told_lies(proxy, 
         assert seen.path == "/x"
         assert seen.headers["Host"] == f"localhost:{front.port}"
         assert seen.headers["X-Forwarded-For"] in ("127.0.0.1", "::1")
+
+
+def test_a_call_over_the_server_s_own_https(browser, pair):
+    """As from a phone in the house: by a name, which browsers trust only over HTTPS."""
+    files = ("--tls-cert", f"{pair}/cert.pem", "--tls-key", f"{pair}/key.pem")
+    with LiveService() as live, WorkingHermes() as hermes:
+        sidecar = Sidecar(live, hermes.url, hermes.key, {"public_hosts": ["voice.home.arpa"]}, TOKEN)
+        sidecar.command += files
+        with sidecar:
+            sidecar.url = sidecar.url.replace("127.0.0.1", "voice.home.arpa")
+            page = sidecar.open(browser, ignore_https_errors=True)
+            page.get_by_label("Access token", exact=True).fill(TOKEN)
+            page.get_by_role("button", name="Let me in").click()
+
+            page.get_by_role("button", name="Start call").click()
+            session = live.wait_live()
+            session.user_says("Look around.", delegate=True)
+            hermes.run().end("completed", output="Nothing but spiders.")
+
+            live.wait_spoken("Nothing but spiders.")
+            assert page.url.startswith("https://voice.home.arpa:")
+            assert page.faults == []
+            page.context.close()
 
 
 def test_a_path_without_its_slash_leads_to_the_page(proxy, sidecar):
