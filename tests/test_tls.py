@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_command import Process, flags, refused, write  # noqa: F401, the fixtures
+from test_command import Process, flags, nothing_of_this_machine, refused, write  # noqa: F401, fixtures
 from working_hermes import WorkingHermes
 
 from hermes_voice import (
@@ -87,6 +87,7 @@ class House:
 
     def connect(self, name=NAME, ca=None, versions=()):
         context = ssl.create_default_context(cafile=(ca or self.ca) / "ca.pem")
+        context.verify_flags |= ssl.VERIFY_X509_STRICT  # as newer clients do
         context.set_alpn_protocols(["h2", "http/1.1"])
         if versions:
             context.minimum_version, context.maximum_version = versions
