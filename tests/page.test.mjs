@@ -708,6 +708,14 @@ describe("transcript.js", () => {
     assert.equal(after, before);
   });
 
+  test("another session may give out the same ids", () => {
+    const before = said(["user", "Yes.", 0, 200, "e1"]);
+
+    const after = transcript.add(before, { speaker: "user", text: "No.", startMs: 0, endMs: 200, id: "e1" }, 2, 5);
+
+    assert.deepEqual(texts(after.lines), ["user: Yes.", "user: No."]);
+  });
+
   test("fragments without an id, or with another one, are all kept", () => {
     const { lines } = said(["user", "no", 0, 200], ["user", " no", 0, 200], ["user", " no", 0, 200, "e1"], ["user", " no", 0, 200, "e2"]);
 
