@@ -23,7 +23,9 @@ PACKAGES = {
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
+    "test_figures.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
+    "test_long_talk.py": ("playwright", "aiortc", "aiohttp"),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),
 }
 collect_ignore = [
