@@ -51,7 +51,7 @@ def test_the_way_of_a_request_and_of_its_answer_is_short_and_no_word_is_missing(
             missing += len(set(words.split()) - set(run.body["input"].split()))
             run.emit("tool.started", tool="terminal", preview="look")
             # The user has long been quiet when most answers come.
-            live.wait_for(lambda: time.monotonic() - said_at > 2)
+            live.wait_for(lambda at=said_at: time.monotonic() - at > 2)
             ended_at = time.monotonic()
             run.end("completed", output=f"This is answer {number}.")
             live.wait_spoken(f"answer {number}.")
