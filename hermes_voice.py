@@ -2710,7 +2710,8 @@ def stop_run(app: App, run: Run) -> None:
         app.announce(run)
     log_event("run.stopping", run=run.id, told_hermes=due)
     if due:
-        tell_hermes_to_stop(app, run)
+        # A Hermes that hangs must not hang the button.
+        in_background(tell_hermes_to_stop, app, run)
 
 
 def tell_hermes_to_stop(app: App, run: Run) -> None:
