@@ -3692,7 +3692,7 @@ def check_port(checkup: Checkup) -> Seen:
         yield OK, f"{port} is free" if port else "any that is free", ""
     except (OSError, UnicodeError) as error:
         if getattr(error, "errno", 0) != errno.EADDRINUSE:
-            why = getattr(error, "strerror", error)
+            why = str(getattr(error, "strerror", error)).partition(" (")[0]  # without the address
             yield PROBLEM, f"cannot listen: {why}", "give an address of this computer with --listen"
         elif is_ours(host, port):
             yield OK, f"{port} is taken by a hermes-voice that is running", ""
@@ -3720,7 +3720,7 @@ def check_reach(checkup: Checkup) -> Seen:
     host, _ = parse_listen(checkup.args.listen)
     hosts, secure = checkup.config.public_hosts, getattr(checkup.args, "tls_cert", None)
     if hosts and not checkup.keys["access-token"]:
-        yield WARNING, "public_hosts without an access token: whoever reaches it drives Hermes", TOKEN_ADVICE
+        yield WARNING, "who comes through public_hosts drives Hermes without an access token", TOKEN_ADVICE
     if secure:
         yield OK, "HTTPS" + ("" if hosts else "; by address only, a name has to be in public_hosts"), ""
     elif not is_loopback(host):
