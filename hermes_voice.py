@@ -3521,6 +3521,7 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
 CHECK_SECONDS = 10  # for all of it
 ASK_SECONDS = 5  # to connect, and between two bytes; a cold Hermes blocks its loop for 2.5 s
 CLOCK_SECONDS = 60  # clocks that are further apart make logs and certificates hard to trust
+NO_KEY = "no-key-is-known"  # what an upstream is shown then
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"  # a problem: no call would work
 Seen = Iterator[tuple[str, str, str]]
@@ -3576,6 +3577,8 @@ class Checkup:
             seen += [(PROBLEM, *problem.partition("; ")[::2]) for problem in error.problems]
         except UpstreamError as error:
             seen.append((PROBLEM, *upstream_trouble(subject, error)))
+        except Exception as error:
+            seen.append((PROBLEM, f"the check itself failed: {type(error).__name__}", "please report it"))
         return [
             Finding(level, subject, self._public(text), self._tilde(advice)) for level, text, advice in seen
         ]
@@ -3596,11 +3599,14 @@ class Checkup:
             text = text.replace(key, "•••")
         for name, instead in self._hidden:
             text = re.sub(rf"(?i)(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
+        text = re.sub(r"""('public_hosts' holds) (['"]).*\2""", r"\1 a wrong one", text)
         text = re.sub(r"(?<![\d.])(?!127\.)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])", "(an address)", text)
         return self._tilde(mask(text))
 
     def _tilde(self, text: str) -> str:
-        text = re.sub(rf"(?<!\w){re.escape(str(user_home(self.environ)))}(?=/|$)", "~", text)
+        home = str(user_home(self.environ))
+        if len(home) > 1:  # more than the root, which stands in every URL
+            text = re.sub(rf"(?<!\w){re.escape(home)}(?=\W|$)", "~", text)
         text = re.sub(r"/(home|Users)/[^/\s:;,]+", r"/\1/...", text)
         return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text)
 
@@ -3634,6 +3640,9 @@ FIRST_STEPS = {
 }
 
 
+TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
+
+
 def check_secret(name: str) -> Callable[[Checkup], Seen]:
     """The check of one secret: whether it is there, and who else can read it."""
 
@@ -3665,7 +3674,7 @@ def check_state(checkup: Checkup) -> Seen:
         yield OK, "in memory only: a restart forgets what was asked and said", ""
         return
     path = folder.absolute() / JOURNAL_FILE
-    there = next(place for place in (path, *path.parents) if place.exists())
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
     try:
         if there != path and not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "a file is in the way")
@@ -3731,9 +3740,6 @@ def check_reach(checkup: Checkup) -> Seen:
     else:
         yield OK, "from this computer; from another, forward the port with ssh -L", ""
 
-
-TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
-NO_KEY = "no-key-is-known"  # what an upstream is shown then
 
 # A feature of Hermes, how bad it is to lack it, the first version with it, what it gives, what is without.
 HERMES_FEATURES = [

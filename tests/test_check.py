@@ -244,7 +244,9 @@ def test_keys_of_systemd_and_of_hermess_env_are_found(desk, monkeypatch, hermes,
 
 
 def contents(folder):
-    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(folder).rglob("*")}
+    """Its files but for the index of the locks, and when files were last added or removed."""
+    files = [path for path in Path(folder).iterdir() if path.suffix != ".sqlite3-shm"]
+    return folder.stat().st_mtime_ns, {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 def test_a_journal_that_does_not_exist_is_not_made(desk):
@@ -265,9 +267,7 @@ def test_a_journal_is_looked_at_and_not_touched(desk, running):
     assert desk.check() == 0
 
     assert desk.said("journal") == ["ok: in ~/state"]
-    assert {path: told for path, told in contents(folder).items() if path.suffix != ".sqlite3-shm"} == {
-        path: told for path, told in before.items() if path.suffix != ".sqlite3-shm"
-    }
+    assert contents(folder) == before
     if running:
         journal._database.close()
 
@@ -671,6 +671,44 @@ def test_what_an_upstream_says_is_not_shown(home, capsys, openai):
         assert desk.check() == 1
 
     assert desk.said("Hermes") == ["problem: ran into an error (HTTP 500); its log says why"]
+
+
+def test_a_key_in_the_wrong_place_is_not_shown(desk, hermes):
+    assert desk.check(config=desk.write("config.json", json.dumps({hermes.key: 1}))) == 1
+
+    (said,) = desk.said("config")
+    assert said.startswith("problem: --config ~/config.json: unknown key '•••'; known keys: model, ")
+
+
+def test_a_host_that_is_no_name_is_not_shown(desk):
+    desk.check(config=desk.write("config.json", '{"public_hosts": ["http://canary.example"]}'))
+
+    assert desk.said("config") == [
+        "problem: --config ~/config.json: 'public_hosts' holds a wrong one;"
+        " give bare names without scheme, port or wildcard"
+    ]
+
+
+@pytest.mark.parametrize("folder", ["/", ""])
+def test_a_home_that_is_no_folder_of_a_user_spoils_no_address(desk, monkeypatch, folder):
+    monkeypatch.setenv("HOME", folder)
+
+    desk.check(openai_key_file=None)
+
+    assert "make one at https://platform.openai.com/api-keys, " in desk.said("OpenAI key")[0]
+
+
+def test_a_check_that_fails_is_told_and_the_others_go_on():
+    def check(_):
+        yield hermes_voice.OK, "first", ""
+        raise ZeroDivisionError("canary")
+
+    checkup = hermes_voice.Checkup(hermes_voice.parse_arguments([]), os.environ)
+
+    first, second = checkup._examine("subject", check)
+
+    assert first.text == "first"
+    assert (second.level, second.text) == ("problem", "the check itself failed: ZeroDivisionError")
 
 
 @pytest.mark.parametrize(
