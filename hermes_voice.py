@@ -3436,24 +3436,6 @@ def page_folder(given: Path | None) -> Path:
     return given or (beside if beside.is_dir() else installed)
 
 
-def state_folder(given: str | None, environ: Mapping[str, str]) -> Path | None:
-    """Where the journal is told to be or where state belongs. None: nowhere."""
-    home = Path(environ.get("XDG_STATE_HOME") or user_home(environ) / ".local/state")
-    folder = Path(given or environ.get("STATE_DIRECTORY") or home / "hermes-voice")
-    return None if given == "none" else folder
-
-
-def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Journal:
-    """The journal in its folder. Raise ConfigError."""
-    folder = state_folder(given, environ)
-    try:
-        journal = Journal(folder)
-        journal.forget_before(time.time() - days * 86400)
-        return journal
-    except (OSError, sqlite3.Error) as error:
-        raise unusable_journal(folder, error) from None
-
-
 def unusable_journal(folder: Path | None, error: Exception) -> ConfigError:
     """What a journal that cannot be used means, for a person."""
     hint = "give another folder, move the file away, or run without memory: --state none"
@@ -3477,6 +3459,24 @@ def check_exposure(args: argparse.Namespace, host: str, access: str) -> list[str
         f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
         " whoever gets in drives Hermes"
     ]
+
+
+def state_folder(given: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Where the journal is told to be or where state belongs. None: nowhere."""
+    home = Path(environ.get("XDG_STATE_HOME") or user_home(environ) / ".local/state")
+    folder = Path(given or environ.get("STATE_DIRECTORY") or home / "hermes-voice")
+    return None if given == "none" else folder
+
+
+def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Journal:
+    """The journal in its folder. Raise ConfigError."""
+    folder = state_folder(given, environ)
+    try:
+        journal = Journal(folder)
+        journal.forget_before(time.time() - days * 86400)
+        return journal
+    except (OSError, sqlite3.Error) as error:
+        raise unusable_journal(folder, error) from None
 
 
 def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
