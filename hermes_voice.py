@@ -3574,7 +3574,7 @@ class Checkup:
         try:
             seen.extend(check(self))
         except ConfigError as error:
-            seen += [(PROBLEM, *problem.partition("; ")[::2]) for problem in error.problems]
+            seen += [(PROBLEM, *text_and_advice(problem)) for problem in error.problems]
         except UpstreamError as error:
             seen.append((PROBLEM, *upstream_trouble(subject, error)))
         except Exception as error:
@@ -3611,11 +3611,18 @@ class Checkup:
         return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text)
 
 
+def text_and_advice(problem: str) -> tuple[str, str]:
+    """The two halves of what a start would say."""
+    text, _, advice = problem.partition("; ")
+    return text, advice or "put that right; the README says what belongs there"
+
+
 def upstream_trouble(subject: str, error: UpstreamError) -> tuple[str, str]:
     """A failed call as text and advice. What an upstream said about it is not shown."""
     text, _, advice = error.message.rstrip(".").partition(". ")
     why = error.detail if isinstance(error, Unreachable) else f"HTTP {error.answered}"
     why = f" ({why})" if why != "HTTP None" else ""
+    advice = advice or f"look for a newer {subject} or hermes-voice"
     return text.removeprefix(f"{subject} ") + why, advice[:1].lower() + advice[1:]
 
 
@@ -3624,7 +3631,7 @@ def check_config(checkup: Checkup) -> Seen:
     config, warnings = load_config(checkup.args.config)
     yield OK, f"{'read' if checkup.args.config else 'none, so the defaults'}; model {config.model}", ""
     for warning in warnings:
-        yield WARNING, *warning.partition("; ")[::2]
+        yield WARNING, *text_and_advice(warning)
 
 
 def check_page(checkup: Checkup) -> Seen:
@@ -3650,7 +3657,7 @@ def check_secret(name: str) -> Callable[[Checkup], Seen]:
         try:
             secret = secret_of(name, checkup.args, checkup.environ)
         except ConfigError as error:
-            missing, advice = error.problems[0].partition("; ")[::2]
+            missing, advice = text_and_advice(error.problems[0])
             yield PROBLEM, missing, FIRST_STEPS[name] if "not given" in missing else advice
             return
         systemd = (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
@@ -3702,7 +3709,7 @@ def check_port(checkup: Checkup) -> Seen:
     except (OSError, UnicodeError) as error:
         if getattr(error, "errno", 0) != errno.EADDRINUSE:
             why = str(getattr(error, "strerror", error)).partition(" (")[0]  # without the address
-            yield PROBLEM, f"cannot listen: {why}", "give an address of this computer with --listen"
+            yield PROBLEM, f"cannot listen: {why}", "give this computer's address and a port above 1023"
         elif is_ours(host, port):
             yield OK, f"{port} is taken by a hermes-voice that is running", ""
         elif getattr(checkup.args, "tls_cert", None):

@@ -62,11 +62,12 @@ class Desk:
         return [part for flag, value in given.items() if value is not None for part in (flag, value)]
 
     def check(self, **others):
-        """The exit code, and the lines by subject; whatever is found, nothing secret is shown."""
+        """The exit code. Whatever is found, nothing secret is shown, and what is wrong has advice."""
         code = hermes_voice.main(["--check", *self.argv(**others)])
         out, err = self.capsys.readouterr()
         assert err == ""
         assert not [key for key in self.keys if key in out]
+        assert not [line for line in out.splitlines()[:-1] if line[:2] != "ok" and "; " not in line]
         *self.lines, self.verdict = out.splitlines()
         return code
 
@@ -211,6 +212,11 @@ def test_the_configs_warnings_are_told(desk):
             "canary-openai-key",
             0o644,
             "problem: --openai-key-file ~/k: every user can read it; run: chmod 600 ~/k",
+        ),
+        (
+            "",
+            0o600,
+            "problem: --openai-key-file ~/k: is empty; put that right; the README says what belongs there",
         ),
         (
             "canary",
@@ -369,7 +375,7 @@ def test_an_address_of_another_computer_is_told_but_not_which(desk):
 
     assert desk.said("port") == [
         "problem: cannot listen: Cannot assign requested address;"
-        " give an address of this computer with --listen"
+        " give this computer's address and a port above 1023"
     ]
     assert desk.said("reach") == [
         "warning: without HTTPS browsers give no microphone to pages from other computers;"
@@ -480,6 +486,18 @@ def test_a_hermes_without_runs_is_a_problem(home, capsys, openai):
     assert desk.said("Hermes")[:2] == [
         "ok: 0.22.2, key accepted",
         "problem: 0.22.2 has no runs, so it cannot be given work; update Hermes to 0.19.0 or newer",
+    ]
+
+
+def test_a_hermes_without_capabilities_is_too_old(home, capsys, openai):
+    with ScriptedHermes({("GET", "/health"): [reply(200, HEALTH)]}) as hermes:
+        desk = Desk(home, capsys, hermes, openai)
+
+        assert desk.check() == 1
+
+    assert desk.said("Hermes") == [
+        "problem: does not know this task, or is too old for hermes-voice (HTTP 404);"
+        " look for a newer Hermes or hermes-voice"
     ]
 
 
