@@ -20,6 +20,7 @@ IN_CI = os.environ.get("CI") == "true"
 # With plain pytest, tests whose packages the machine does not have are left out.
 PACKAGES = {
     "test_browser.py": ("playwright", "aiortc", "aiohttp"),
+    "test_check.py": ("aiortc", "aiohttp"),
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
