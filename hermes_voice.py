@@ -1618,9 +1618,10 @@ def pair_time(access: str, code: str, now: float, after: float) -> float:
     except ValueError:
         made = 0
     if not hmac.compare_digest(pair_code(access, made).encode(), code.encode()):
-        raise Unauthorized("This pairing link is not this server's, or not whole. Print a new one: --pair.")
+        message = "This pairing link is not this server's or not whole. Print a new one: hermes-voice --pair."
+        raise Unauthorized(message)
     if not after < made <= now + PAIR_AHEAD or now >= made + PAIR_SECONDS:
-        message = "This pairing link has expired or was used before. Print a new one: --pair."
+        message = "This pairing link has expired or was used before. Print a new one: hermes-voice --pair."
         raise Conflict(message, code="pair_expired")
     return made
 

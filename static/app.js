@@ -81,7 +81,7 @@ async function open(attempt, history) {
   const session = new Session(view.voice, (event) => {
     if (event.type === "soundBlocked") return allowSound();
     if (event.type === "microphoneEnded") return dispatch({ type: "notice", level: "error", text: "The microphone was taken away. Hang up and start the call again." });
-    if (event.type === "deviceGone") return dispatch({ type: "notice", level: "error", text: `The chosen ${event.device} cannot be used. Another one is used now.` });
+    if (event.type === "deviceGone") return dispatch({ type: "notice", level: "error", text: `The ${event.device} is not there any more. The default one is used now.` });
     dispatch({ ...event, attempt });
   });
   current = { attempt, session };

@@ -188,8 +188,8 @@ def test_devices_that_are_gone_are_replaced_with_a_notice(browser):
 
         line.start()
 
-        expect(line.log).to_contain_text("The chosen microphone cannot be used. Another one is used now.")
-        expect(line.log).to_contain_text("The chosen speaker cannot be used. Another one is used now.")
+        expect(line.log).to_contain_text("The microphone is not there any more. The default one is used now.")
+        expect(line.log).to_contain_text("The speaker is not there any more. The default one is used now.")
         expect(line.page.locator("#voice")).to_have_js_property("sinkId", "")
         assert [state for state, _ in tracks(line)] == ["live"]
         assert line.stored() == gone, "it may come back tomorrow"
@@ -202,7 +202,7 @@ def test_a_microphone_that_is_unplugged_in_a_call_is_replaced(browser):
 
         line.page.evaluate("tracks[0].stop(); tracks[0].dispatchEvent(new Event('ended'))")
 
-        expect(line.log).to_contain_text("The chosen microphone cannot be used.")
+        expect(line.log).to_contain_text("The microphone is not there any more.")
         assert [state for state, _ in tracks(line)] == ["ended", "live"]
         line.live.wait_for(lambda: not session.microphone_silent)
 
@@ -230,7 +230,7 @@ def test_a_speaker_that_is_unplugged_in_a_call_is_replaced(browser):
         line.page.evaluate(NO_PERMISSION + "navigator.mediaDevices.dispatchEvent(new Event('devicechange'))")
 
         expect(voice).to_have_js_property("sinkId", "")
-        expect(line.log).to_contain_text("The chosen speaker cannot be used.")
+        expect(line.log).to_contain_text("The speaker is not there any more.")
         expect(line.field("Speaker")).to_have_value("")
 
 
@@ -337,7 +337,7 @@ def test_a_paired_device_stays_paired_when_it_opens_a_bad_link(browser):
         line.page.goto("about:blank")
         line.page.goto(f"{line.sidecar.url}#pair=garbage")
 
-        expect(line.log).to_contain_text(re.compile("not this server's, or not whole. Print a new one"))
+        expect(line.log).to_contain_text(re.compile("not this server's or not whole. Print a new one"))
         expect(line.button("Start call")).to_be_visible()
         assert token_of(line) == [TOKEN, None]
         assert line.page.url == line.sidecar.url
