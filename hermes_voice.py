@@ -32,6 +32,7 @@ Hermes:   https://github.com/NousResearch/hermes-agent
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import difflib
 import email.utils
@@ -501,15 +502,15 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def check_url(url: str, flag: str) -> list[str]:
-    """The problems of an upstream's base URL."""
+def check_url(url: str, flag: str, example: str = DEFAULT_HERMES_URL) -> list[str]:
+    """The problems of a base URL."""
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
-        return [f"{flag} {url!r}: give a URL such as {DEFAULT_HERMES_URL}"]
+        return [f"{flag} {url!r}: give a URL such as {example}"]
     if parts.username or parts.password or parts.query or parts.fragment:
         return [f"{flag}: the URL must hold no user name, password, query or fragment"]
     return []
@@ -1600,6 +1601,41 @@ class RunBook:
             del self._runs[run_id]
 
 
+# Pairing
+#
+# A pairing code is worth the access token, once. It is the time it was made at and a MAC
+# of that under the token, so the command that prints it and the server that takes it need
+# share nothing but the token. Each server takes codes in the order they were made in only:
+# what is older than its start or than the last one taken is refused, and so is a code used
+# twice, also over a restart.
+
+PAIR_SECONDS = 600
+PAIR_AHEAD = 60  # seconds that a code's clock may be ahead of the server's
+PAIR_MAC = 18  # bytes; with the 6 of the time, 32 characters of base64 without padding
+
+
+def pair_code(access: str, made: float) -> str:
+    """The pairing code of a time, in seconds since 1970."""
+    stamp = round(made * 1000).to_bytes(6, "big")
+    mac = hmac.digest(access.encode(), b"hermes-voice pairing " + stamp, "sha256")
+    return base64.urlsafe_b64encode(stamp + mac[:PAIR_MAC]).decode()
+
+
+def pair_time(access: str, code: str, now: float, after: float) -> float:
+    """When a code was made. Raise Unauthorized if it is none, Conflict if its time is over."""
+    try:
+        made = int.from_bytes(base64.urlsafe_b64decode(code)[:6], "big") / 1000
+    except ValueError:
+        made = 0
+    if not hmac.compare_digest(pair_code(access, made).encode(), code.encode()):
+        message = "This pairing link is not this server's or not whole. Print a new one: hermes-voice --pair."
+        raise Unauthorized(message)
+    if not after < made <= now + PAIR_AHEAD or now >= made + PAIR_SECONDS:
+        message = "This pairing link has expired or was used before. Print a new one: hermes-voice --pair."
+        raise Conflict(message, code="pair_expired")
+    return made
+
+
 # ---- journal -----------------------------------------------------------------
 #
 # One SQLite file. A request stands in it before Hermes hears of it, and an end before a
@@ -2306,6 +2342,7 @@ class App:
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
         self.live_session = ""
+        self.pair_after = time.time()  # codes made until then are refused
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
         """Add updates to a run and wake who follows it."""
@@ -2981,6 +3018,17 @@ def get_config(app: App, request: Request) -> Reply:
     )
 
 
+def post_pair(app: App, request: Request) -> Reply:
+    """Give the access token for a pairing code. A wrong code is as bad as a wrong token."""
+    code = text_of(request.body, "code", SECRET_LIMIT)
+    if app.access is None:
+        raise Conflict("This server asks for no access token. Open the page without one.", code="no_token")
+    with app.changed:
+        app.pair_after = pair_time(app.access, code, time.time(), app.pair_after)
+    log_event("device.paired")
+    return Reply({"token": app.access})
+
+
 def get_health(app: App, request: Request) -> Reply:
     """That the server lives, and nothing else."""
     return Reply({"status": "ok"})
@@ -3048,6 +3096,7 @@ OPEN, TOKEN = False, True
 ROUTES: list[tuple[str, str, Handling, bool]] = [
     # method, path, handler, does it need the access token?
     ("GET", "/healthz", get_health, OPEN),
+    ("POST", "/pair", post_pair, OPEN),
     ("GET", "/config", get_config, TOKEN),
     ("POST", "/session", post_session, TOKEN),
     ("POST", "/session/close", post_session_close, TOKEN),
@@ -3422,6 +3471,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
     add("--check", action="store_true", help="say what is right, what is wrong and what to do, and end")
     add("--json", action="store_true", help="with --check: the same for programs")
+    add("--pair", nargs="?", const="", metavar="URL", help="print a link that lets a device in, and end")
     add("--version", action="version", version=f"hermes-voice {__version__}")
     args = parser.parse_args(argv)
     if args.json and not args.check:
@@ -3875,6 +3925,127 @@ def report(findings: Sequence[Finding], as_json: bool) -> tuple[str, bool]:
     return "\n".join([*lines, f"hermes-voice {__version__}: {verdict}; {told_counts}"]), good
 
 
+# `--pair`
+
+NO_MICROPHONE = (
+    "over plain http the access token can be read on the way, and the browser gives no microphone; put HTTPS"
+    " in front, with a reverse proxy or tailscale serve; or forward a port, with ssh -L, and open"
+    " http://localhost there; or talk on this machine itself"
+)
+
+# A QR code of version 5: the data in one block, error correction level L.
+QR_SIZE = 37  # modules
+QR_DATA, QR_CHECK = 108, 26  # codewords
+QR_BYTES = QR_DATA - 2  # of text; mode, length and end take two
+QR_FORMAT = 0x77C4  # level L with mask 0, which inverts where row + column is even
+QR_QUIET = 2  # light modules around it: half of the standard's, to fit 24 lines
+QR_COLOURS = "\x1b[38;5;16;48;5;231m"  # black on white, whatever the theme
+
+
+def print_pairing(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Print a link that is worth the access token, once. Raise ConfigError."""
+    config, _ = load_config(args.config)
+    host, port = parse_listen(args.listen)
+    access = secret_of("access-token", args, environ)
+    if not access:
+        raise ConfigError(["--pair: no access token is configured; name the server's --access-token-file,"
+                           " or open the page without one"])  # fmt: skip
+    base = page_url(args.pair, config.public_hosts, host, port)
+    link = f"{base}#pair={pair_code(access, time.time())}"
+    parts = urllib.parse.urlsplit(base)
+    try:
+        check_host([parts.netloc], {host, *config.public_hosts})
+    except Forbidden as error:
+        print(f"hermes-voice: warning: {parts.netloc}: {error.message}", file=sys.stderr)
+    if is_loopback(parts.hostname or ""):
+        where = "on this machine or through a forwarded port only; for a phone, give --pair the page's URL"
+        print(f"hermes-voice: warning: this link works {where}", file=sys.stderr)
+    elif parts.scheme != "https":
+        print(f"hermes-voice: warning: {NO_MICROPHONE}", file=sys.stderr)
+    print(f"Open this on the device, once, within {PAIR_SECONDS // 60} minutes:\n{link}")
+    readable = sys.stdout.isatty() and sys.stdout.encoding.lower().startswith("utf")
+    if readable and len(link.encode()) <= QR_BYTES:
+        print(drawn(qr_code(link)))
+
+
+def page_url(given: str, public_hosts: Sequence[str], host: str, port: int) -> str:
+    """Where devices find the page: as told, by its public name, or where it listens. Raise ConfigError."""
+    example = "https://voice.example.org/"
+    if given:
+        if problems := check_url(given, "--pair", example):
+            raise ConfigError(problems)
+        return given.rstrip("/") + "/"
+    if public_hosts:
+        return f"https://{public_hosts[0]}/"
+    if not port or (is_address(host) and ipaddress.ip_address(host).is_unspecified):
+        raise ConfigError([f"--pair: --listen names no address to open; give the page's URL: {example}"])
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def qr_check(data: bytes) -> bytes:
+    """The Reed-Solomon codewords of a QR code's data."""
+    powers = [1]
+    while len(powers) < 255:
+        powers.append(powers[-1] << 1 ^ (0x11D if powers[-1] > 127 else 0))
+    logs = {power: number for number, power in enumerate(powers)}
+
+    def times(a: int, b: int) -> int:
+        return powers[(logs[a] + logs[b]) % 255] if a and b else 0
+
+    divisor = [1]
+    for root in powers[:QR_CHECK]:
+        divisor = [a ^ times(b, root) for a, b in zip([*divisor, 0], [0, *divisor], strict=True)]
+    rest = [*data, *bytes(QR_CHECK)]
+    for at in range(len(data)):
+        factor = rest[at]
+        for step, part in enumerate(divisor):
+            rest[at + step] ^= times(part, factor)
+    return bytes(rest[-QR_CHECK:])
+
+
+def qr_frame() -> dict[tuple[int, int], bool]:
+    """The modules that every such code has, by row and column: is it dark?"""
+    last = QR_SIZE - 1
+    frame = {(6, at): at % 2 == 0 for at in range(QR_SIZE)}
+    frame |= {(at, 6): at % 2 == 0 for at in range(QR_SIZE)}
+    squares = [(3, 3, 4, (2, 4)), (3, last - 3, 4, (2, 4)), (last - 3, 3, 4, (2, 4)), (30, 30, 2, (1,))]
+    for row, column, reach, light in squares:
+        for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
+            frame[row + down, column + right] = max(abs(down), abs(right)) not in light
+    for bit in range(15):
+        dark = bool(QR_FORMAT >> bit & 1)
+        frame[(bit + (bit > 5), 8) if bit < 8 else (8, (7 if bit == 8 else 14 - bit))] = dark
+        frame[(8, last - bit) if bit < 8 else (last - 14 + bit, 8)] = dark
+    frame[last - 7, 8] = True
+    return {at: dark for at, dark in frame.items() if min(at) >= 0 and max(at) < QR_SIZE}
+
+
+def qr_code(text: str) -> dict[tuple[int, int], bool]:
+    """The QR code of at most QR_BYTES of text, by row and column: is it dark?"""
+    raw = text.encode()
+    whole = (0x400 | len(raw)) << 8 * len(raw) | int.from_bytes(raw, "big")  # 4: bytes
+    data = ((whole << 4).to_bytes(len(raw) + 2, "big") + b"\xec\x11" * QR_DATA)[:QR_DATA]
+    bits = "".join(f"{byte:08b}" for byte in data + qr_check(data)) + "0" * 7
+    modules = qr_frame()
+    # In columns of two from the right, up and down in turn; the left timing line is skipped.
+    rows = range(QR_SIZE)
+    columns = [*range(QR_SIZE - 1, 7, -2), 5, 3, 1]
+    path = [(row, column - left) for turn, column in enumerate(columns)
+            for row in (rows if turn % 2 else reversed(rows)) for left in (0, 1)]  # fmt: skip
+    free = [at for at in path if at not in modules]
+    return modules | {at: (bit == "1") ^ (sum(at) % 2 == 0) for at, bit in zip(free, bits, strict=True)}
+
+
+def drawn(modules: Mapping[tuple[int, int], bool]) -> str:
+    """A QR code for a terminal, two rows to a line."""
+    span = range(-QR_QUIET, QR_SIZE + QR_QUIET)
+    lines = [
+        "".join(" ▄▀█"[2 * modules.get((row, at), False) + modules.get((row + 1, at), False)] for at in span)
+        for row in span[::2]
+    ]
+    return "\n".join(f"{QR_COLOURS}{line}\x1b[0m" for line in lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT. Return 0, or 2 if it could not start. A check returns 0 or 1."""
     try:
@@ -3890,6 +4061,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
     try:
+        if args.pair is not None:
+            print_pairing(args, os.environ)
+            return 0
         server, warnings = build_server(args, os.environ)
     except ConfigError as error:
         for problem in error.problems:

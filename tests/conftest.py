@@ -27,7 +27,9 @@ PACKAGES = {
     "test_figures.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
     "test_long_talk.py": ("playwright", "aiortc", "aiohttp"),
+    "test_pair.py": ("zxingcpp",),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),
+    "test_settings.py": ("playwright", "aiortc", "aiohttp"),
 }
 collect_ignore = [
     name for name, packages in PACKAGES.items() if any(find_spec(package) is None for package in packages)
