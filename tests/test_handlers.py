@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -456,12 +457,29 @@ def test_a_running_task_is_stopped(bench):
     reply = b.stop(page.run_id)
 
     assert (reply.status, reply.body["state"]) == (202, "stopping")
-    assert run.stops == 1
+    b.hermes.wait_for("POST", "/v1/runs/run_1/stop")
     page.wait("run", state="stopping")
     run.end("cancelled")
     assert page.done()["finish_reason"] == "cancelled"
     assert b.stop(page.run_id).body["state"] == "cancelled"
     assert run.stops == 1
+
+
+def test_a_stop_is_answered_although_hermes_hangs(bench):
+    b = bench()
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+    page.wait("run", state="running")
+    b.hermes.once("POST", "/v1/runs/*/stop", HANG)
+    began = time.monotonic()
+
+    reply = b.stop(page.run_id)
+
+    assert reply.body["state"] == "stopping"
+    assert time.monotonic() - began < 1
+    b.hermes.wait_for("POST", "/v1/runs/run_1/stop")
+    run.end("cancelled")
+    assert page.done()["finish_reason"] == "cancelled"
 
 
 def test_a_stop_is_kept_until_hermes_has_named_the_run(bench):
