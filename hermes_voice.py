@@ -3864,6 +3864,12 @@ def check_config(checkup: Checkup) -> Seen:
         yield WARNING, *text_and_advice(warning)
 
 
+def check_certificate(checkup: Checkup) -> Seen:
+    """The certificate for HTTPS, if there is to be one."""
+    if find_certificate(checkup.args.tls_cert, checkup.args.tls_key):
+        yield OK, f"in {checkup.args.tls_cert}, and its key belongs to it", ""
+
+
 def check_page(checkup: Checkup) -> Seen:
     """The page's files."""
     yield OK, f"{len(read_page(page_folder(checkup.args.static))) - 1} files", ""
@@ -3942,7 +3948,7 @@ def check_port(checkup: Checkup) -> Seen:
             yield PROBLEM, f"cannot listen: {why}", "give this computer's address and a port above 1023"
         elif is_ours(host, port):
             yield OK, f"{port} is taken by a hermes-voice that is running", ""
-        elif getattr(checkup.args, "tls_cert", None):
+        elif checkup.args.tls_cert:
             yield WARNING, f"{port} is taken, and TLS hides by whom", "stop it, unless it is hermes-voice"
         else:
             yield PROBLEM, f"{port} is taken by another program", "give another port with --listen"
@@ -3964,7 +3970,7 @@ def is_ours(host: str, port: int) -> bool:
 def check_reach(checkup: Checkup) -> Seen:
     """From where the page can be used: browsers give a microphone to HTTPS and to loopback only."""
     host, _ = parse_listen(checkup.args.listen)
-    hosts, secure = checkup.config.public_hosts, getattr(checkup.args, "tls_cert", None)
+    hosts, secure = checkup.config.public_hosts, checkup.args.tls_cert
     if hosts and not checkup.keys["access-token"]:
         yield WARNING, "who comes through public_hosts drives Hermes without an access token", TOKEN_ADVICE
     if secure:
@@ -4080,6 +4086,7 @@ def check_clock(checkup: Checkup) -> Seen:
 CHECKS: dict[str, Callable[[Checkup], Seen]] = {
     "config": check_config,
     "page": check_page,
+    "certificate": check_certificate,
     "OpenAI key": check_secret("openai-key"),
     "Hermes key": check_secret("hermes-key"),
     "access token": check_secret("access-token"),
@@ -4130,7 +4137,7 @@ def print_pairing(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     if not access:
         raise ConfigError(["--pair: no access token is configured; name the server's --access-token-file,"
                            " or open the page without one"])  # fmt: skip
-    base = page_url(args.pair, config.public_hosts, host, port)
+    base = page_url(args.pair, config.public_hosts, host, port, args.tls_cert is not None)
     link = f"{base}#pair={pair_code(access, time.time())}"
     parts = urllib.parse.urlsplit(base)
     try:
@@ -4148,18 +4155,21 @@ def print_pairing(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
         print(drawn(qr_code(link)))
 
 
-def page_url(given: str, public_hosts: Sequence[str], host: str, port: int) -> str:
-    """Where devices find the page: as told, by its public name, or where it listens. Raise ConfigError."""
+def page_url(given: str, public_hosts: Sequence[str], host: str, port: int, secure: bool) -> str:
+    """Where devices find the page: as told, by its public name, or where it listens. Raise ConfigError.
+
+    `secure`: it has TLS of its own, so that a public name leads to its own port.
+    """
     example = "https://voice.example.org/"
     if given:
         if problems := check_url(given, "--pair", example):
             raise ConfigError(problems)
         return given.rstrip("/") + "/"
     if public_hosts:
-        return f"https://{public_hosts[0]}/"
+        return f"https://{public_hosts[0]}{f':{port}' if secure and port != 443 else ''}/"
     if not port or (is_address(host) and ipaddress.ip_address(host).is_unspecified):
         raise ConfigError([f"--pair: --listen names no address to open; give the page's URL: {example}"])
-    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+    return f"http{'s' * secure}://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def qr_check(data: bytes) -> bytes:
