@@ -23,6 +23,7 @@ Each section uses only what stands above it:
     upstream   the only code that opens a connection outwards
     handlers   the App, the run's worker, one function per route
     server     the gate, the route table, the HTTP adapter, the page's files
+    demo       a stand-in for Hermes, for a try without keys
     command    flags, signals, main
 
 Live API: https://developers.openai.com/api/docs/guides/live
@@ -2139,7 +2140,7 @@ class App:
         self,
         config: Config,
         access: str | None,
-        openai: OpenAI,
+        openai: OpenAI | None,
         hermes: Hermes,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -2147,7 +2148,7 @@ class App:
     ) -> None:
         self.config = config
         self.access = access
-        self.openai = openai
+        self.openai = openai  # None in a demo, where the voice is in the page
         self.hermes = hermes
         self.journal = journal or Journal(None)
         self.clock = clock
@@ -2212,6 +2213,7 @@ class App:
 
 def post_session(app: App, request: Request) -> Reply:
     """Open a Live session for the page's offer. The newest start wins."""
+    openai = voice_service(app)
     sdp = text_of(request.body, "sdp", SDP_LIMIT)
     if not sdp.startswith("v=0") or "m=audio" not in sdp:
         raise BadRequest("'sdp' must be an offer with an audio track.")
@@ -2221,7 +2223,7 @@ def post_session(app: App, request: Request) -> Reply:
     session = session_settings(app.config, request.body, stored)
     with app.changed:
         number = next_start(app)
-    session_id, answer = app.openai.open_session(session, sdp)
+    session_id, answer = openai.open_session(session, sdp)
     with app.changed:
         late = number != app.start_number or request.gone()
         ended = session_id if late else app.live_session
@@ -2233,6 +2235,14 @@ def post_session(app: App, request: Request) -> Reply:
     if late:
         raise Conflict("Another start of the call took over.", code="superseded")
     return Reply({"session_id": session_id, "sdp": answer}, lost=lambda: hang_up(app, session_id))
+
+
+def voice_service(app: App) -> OpenAI:
+    """Where sessions are opened and closed. Raise Conflict in a demo, which has none."""
+    if app.openai is None:
+        message = "This is a demo: its voice is in the page. Start without --demo for a call over OpenAI."
+        raise Conflict(message, code="demo")
+    return app.openai
 
 
 def next_start(app: App) -> int:
@@ -2283,7 +2293,7 @@ def hang_up(app: App, session_id: str) -> None:
         if app.live_session == session_id:
             app.live_session = ""
     try:
-        app.openai.hang_up(session_id)
+        voice_service(app).hang_up(session_id)
         log_event("session.closed", session=session_id)
     except UpstreamError as error:
         log_event("session.unclosed", logging.WARNING, session=session_id, detail=error.detail)
@@ -2828,6 +2838,7 @@ def get_config(app: App, request: Request) -> Reply:
             "glossary": [term.term for term in config.glossary],
             "idle_seconds": config.idle_seconds,
             "stop_phrases": list(config.stop_phrases),
+            "demo": app.openai is None,
         }
     )
 
@@ -3236,6 +3247,302 @@ def error_reply(error: VoiceError) -> Reply:
     return Reply({"error": {"code": error.code, "message": error.message}}, error.status)
 
 
+# ---- demo --------------------------------------------------------------------
+#
+# A stand-in for Hermes, for a try without keys. It speaks the part of Hermes's run API that
+# `Hermes` uses, on a port of its own, so that all the rest is the real thing. Its agent is a
+# table: it runs nothing, reads nothing, and knows only the scenes below.
+
+DEMO_KEEPALIVE = 30  # seconds of silence on a stream, as in Hermes
+
+# The words that pick a scene, and its steps: ("interim", text), ("tool", name, preview,
+# seconds), ("ask", name, command, description, answer if it is not allowed), and at the end
+# ("answer", text) or ("fail", error).
+SCENES: list[tuple[str, list[tuple[Any, ...]]]] = [
+    ("disk disks space usage storage", [
+        ("tool", "terminal", "df -h /srv", 1.5),
+        ("answer", "The disk is eighty-two percent full, with ninety gigabytes free. Old snapshots take the"
+         " most room; you could ask me to delete them.\n---\n| What | Size |\n|---|---:|\n"
+         "| Snapshots | 212 GB |\n| Photos | 164 GB |\n| Everything else | 34 GB |"),
+    ]),
+    ("delete remove snapshots snapshot clean", [
+        ("interim", "I am looking for snapshots from last year."),
+        ("tool", "search_files", "/srv/snapshots/2025-*", 1.5),
+        ("ask", "terminal", "rm -rf /srv/snapshots/2025-*", "delete files for good",
+         "I have left the snapshots alone, because that was not allowed."),
+        ("answer", "I deleted eleven snapshots from last year. That freed a hundred and forty gigabytes."),
+    ]),
+    ("compare backup backups plan plans", [
+        ("interim", "I am reading what each plan costs and keeps."),
+        ("tool", "web_search", "backup plans prices", 3),
+        ("tool", "web_extract", "prices per terabyte", 3),
+        ("interim", "I am working out the cost of your four hundred gigabytes."),
+        ("tool", "execute_code", "cost per month and plan", 4),
+        ("answer", "A second disk at home is the cheapest, and a storage box survives when your house does"
+         " not. I would take both. The comparison is on your screen, with the commands to begin.\n---\n"
+         "### Plans for 410 GB\n\n| Plan | A month | Keeps | Outside the house |\n|---|---:|---|---|\n"
+         "| Second disk | 0.80 € | 90 days | no |\n| Storage box | 3.90 € | 30 days | yes |\n"
+         "| Object storage | 5.30 € | for ever | yes |\n\n"
+         "```sh\nrestic -r /mnt/second init\nrestic -r /mnt/second backup /srv/photos\n```"),
+    ]),
+    ("log logs long slow", [
+        ("interim", "I am going through the logs of the week, which takes a while."),
+        *[("tool", "read_file", f"/var/log/syslog.{day}", 5) for day in range(1, 6)],
+        ("answer", "The logs of the week are quiet: two failed logins on Tuesday, and nothing else."),
+    ]),
+    ("fail fails failure error broken", [
+        ("tool", "terminal", "systemctl restart backup", 1.5),
+        ("fail", "HTTP 503: the language model is overloaded"),
+    ]),
+]  # fmt: skip
+DEMO_HELP = [
+    ("answer", "This is a demo, and I am a short script in Hermes's place. Ask me for the disk usage, to"
+     " delete old snapshots, to compare backup plans, to look through the logs, or to try what fails."),
+]  # fmt: skip
+
+
+def pick_scene(asked: str) -> list[tuple[Any, ...]]:
+    """The scene that has most of the words the user said last."""
+    newest = re.split(rf"^{SPEAKERS['user']}: ", asked, flags=re.M)[-1]
+    said = set(re.findall(r"\w+", newest.casefold()))
+    hits = [len(said & set(words.split())) for words, _ in SCENES]
+    return SCENES[hits.index(max(hits))][1] if any(hits) else DEMO_HELP
+
+
+class DemoRun:
+    """One run: its status document, its events so far, and what it was told meanwhile."""
+
+    def __init__(self, run_id: str, body: Json) -> None:
+        self.asked = str(body.get("input") or "")
+        self.status: Json = {"object": "hermes.run", "run_id": run_id, "status": "running"}
+        self.status["session_id"] = body.get("session_id")
+        self.events: list[Json] = []
+        self.handed: list[str] = []  # words for it that it has not read
+        self.read: list[str] = []
+        self.pending = ""  # the id of the question that waits
+        self.choice = ""
+
+    @property
+    def state(self) -> str:
+        """Where it is: running, waiting_for_approval, stopping, or one of the final states."""
+        return str(self.status["status"])
+
+
+class DemoHermes(ThreadingHTTPServer):
+    """The stand-in, listening on loopback. `pace` stretches its work, 1 is for people."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, pace: float = 1, approval_seconds: float = APPROVAL_SECONDS[True]) -> None:
+        super().__init__(("127.0.0.1", 0), DemoHandler)
+        self.url, self.key = f"http://127.0.0.1:{self.server_port}", secrets.token_hex(24)
+        self.pace, self.approval_seconds = pace, approval_seconds
+        self.changed = threading.Condition()  # guards the runs
+        self.runs: OrderedDict[str, DemoRun] = OrderedDict()
+        self.keys: dict[str, str] = {}  # Idempotency-Key to run id
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def start(self, body: Json, key: str) -> Json:
+        """Start a run, or find the one that this key has started."""
+        with self.changed:
+            if key in self.keys:
+                run = self.runs[self.keys[key]]
+                return {"run_id": self.keys[key], "status": run.state, "replayed": True}
+            run_id = f"run_{secrets.token_hex(16)}"
+            self.keys[key], self.runs[run_id] = run_id, DemoRun(run_id, body)
+            if len(self.runs) > RUNS_LIMIT:
+                gone, _ = self.runs.popitem(last=False)
+                self.keys = {key: value for key, value in self.keys.items() if value != gone}
+        threading.Thread(target=self.work, args=(self.runs[run_id],), daemon=True).start()
+        return {"run_id": run_id, "status": "started", "replayed": False}
+
+    def emit(self, run: DemoRun, name: str, **fields: object) -> None:
+        """Append an event. The caller holds the lock."""
+        event = {"event": name, "run_id": run.status["run_id"], "timestamp": time.time(), **fields}
+        run.events.append({**event, "seq": len(run.events)})
+        run.status["last_event"] = name
+        self.changed.notify_all()
+
+    def work(self, run: DemoRun) -> None:
+        """Play a run's scene to its end."""
+        with self.changed:
+            self.changed.wait_for(lambda: run.state == "stopping", 0.5 * self.pace)
+            for kind, *step in pick_scene(run.asked):
+                if run.state == "stopping":
+                    break
+                refused = self.play(run, kind, *step)
+                if refused:
+                    self.end(run, "completed", output=refused)
+                    return
+            if run.state == "stopping":
+                self.end(run, "cancelled", turn_exit_reason="interrupted_by_user")
+
+    def play(self, run: DemoRun, kind: str, text: str, *more: Any) -> str:
+        """Play a step. Return the answer if it ends the scene here. The caller holds the lock."""
+        if kind == "interim":
+            self.emit(run, "message.interim", text=text, already_streamed=False)
+        elif kind == "tool":
+            preview, seconds = more
+            self.emit(run, "tool.started", tool=text, preview=preview)
+            self.changed.wait_for(lambda: run.state == "stopping", seconds * self.pace)
+            self.end_tool(run, text, seconds, run.state == "stopping")
+        elif kind == "ask":
+            command, description, refused = more
+            self.emit(run, "tool.started", tool=text, preview=command)
+            allowed = self.ask(run, command, description)
+            self.end_tool(run, text, 0.1, not allowed)
+            return "" if allowed or run.state == "stopping" else str(refused)
+        elif kind == "fail":
+            self.end(run, "failed", error=text)
+        else:
+            also = f"You also said: {' '.join(run.read)} " if run.read else ""
+            self.end(run, "completed", output=also + text)
+        return ""
+
+    def end_tool(self, run: DemoRun, tool: str, seconds: float, failed: bool) -> None:
+        """A tool's end is where an agent reads the words it was handed. The caller holds the lock."""
+        self.emit(run, "tool.completed", tool=tool, duration=seconds, error=failed, preview="")
+        run.read, run.handed = run.read + run.handed, []
+
+    def ask(self, run: DemoRun, command: str, description: str) -> bool:
+        """Ask for an approval and wait for it. The caller holds the lock."""
+        run.pending, run.choice = secrets.token_hex(16), ""
+        question = {"command": command, "description": description, "request_id": run.pending}
+        run.status |= {"status": "waiting_for_approval", "approval": question}
+        self.emit(run, "approval.request", **question, choices=[*CHOICES])
+        self.changed.wait_for(lambda: run.choice or run.state == "stopping", self.approval_seconds)
+        run.pending = ""
+        if run.state == "waiting_for_approval":  # still: nobody has answered
+            run.status["status"] = "running"
+        return run.choice in ("once", "session")
+
+    def end(self, run: DemoRun, state: str, **fields: object) -> None:
+        """Reach a final state and say so. The caller holds the lock."""
+        unread = {"pending_steer": "\n".join(run.handed)} if run.handed and state == "completed" else {}
+        done = state == "completed"
+        flags = {"completed": done, "partial": False, "interrupted": state == "cancelled"}
+        run.status |= {"status": state, **fields, **flags, **unread}
+        self.emit(run, f"run.{state}", **fields, **flags, **unread)
+
+    def events_after(self, run: DemoRun, number: int) -> tuple[list[Json], bool]:
+        """Wait for events, or for the time of a keepalive. Return them, and whether the run is over."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(run.events) > number, DEMO_KEEPALIVE)
+            return run.events[number:], run.state in FINISH_REASONS
+
+    def answer(self, run: DemoRun, body: Json) -> tuple[int, Json]:
+        """Take an answer, for the question that it names if it names one."""
+        choice, meant = body.get("choice"), body.get("request_id")
+        if choice not in CHOICES:
+            return 400, demo_error("Invalid approval choice", "invalid_approval_choice")
+        if run.state in FINISH_REASONS:
+            return 409, demo_error("Run has no active approval session", "approval_not_active")
+        if not run.pending or meant not in (None, run.pending):
+            return 409, demo_error("Run has no pending approval", "approval_not_pending")
+        run.pending, run.choice, run.status["status"] = "", choice, "running"
+        named = {"choice": choice, **({"request_id": meant} if meant else {}), "resolved": 1}
+        self.emit(run, "approval.responded", **named)
+        return 200, {"object": "hermes.run.approval_response", "run_id": run.status["run_id"], **named}
+
+    def steer(self, run: DemoRun, body: Json) -> tuple[int, Json]:
+        """Take words for a running run."""
+        if run.state != "running":
+            return 409, demo_error("Run is not currently accepting steer input", "run_not_accepting_steer")
+        run.handed.append(re.split(rf"^{SPEAKERS['user']}: ", str(body.get("input")), flags=re.M)[-1])
+        self.emit(run, "run.steered", accepted=True)
+        return 200, {"object": "hermes.run.steer", "run_id": run.status["run_id"], "accepted": True}
+
+    def stop(self, run: DemoRun, body: Json) -> tuple[int, Json]:
+        """Ask a run to stop; its scene sees to it."""
+        if run.state not in FINISH_REASONS:
+            run.pending, run.status["status"] = "", "stopping"
+            self.changed.notify_all()
+        return 200, {"run_id": run.status["run_id"], "status": run.state}
+
+
+def demo_error(message: str, code: str) -> Json:
+    """An error in Hermes's words."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+class DemoHandler(BaseHTTPRequestHandler):
+    """The stand-in's side of HTTP. Its only client is this process."""
+
+    server: DemoHermes
+    timeout = REQUEST_SECONDS  # seconds for each read and write
+
+    def serve(self) -> None:
+        """Answer one request, whose client may have gone meanwhile."""
+        with contextlib.suppress(*CLIENT_GONE):
+            self.answer()
+
+    do_GET = do_POST = do_DELETE = serve
+
+    def answer(self) -> None:
+        """Check the key, then find what is asked for."""
+        key = self.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(key, f"Bearer {self.server.key}".encode()):
+            self.reply(401, demo_error("Invalid API key", "gateway_auth_failed"))
+            return
+        length = int(self.headers.get("Content-Length") or 0)
+        body: Json = json.loads(self.rfile.read(length)) if length else {}
+        if (self.command, self.path) == ("GET", "/v1/capabilities"):
+            features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
+            self.reply(200, {"object": "hermes.api_server.capabilities", "features": features})
+        elif (self.command, self.path) == ("POST", "/v1/runs"):
+            self.reply(
+                202, self.server.start(body, self.headers.get("Idempotency-Key") or secrets.token_hex(8))
+            )
+        else:
+            self.serve_run(body)
+
+    def serve_run(self, body: Json) -> None:
+        """Answer a request about one run; there is nothing else to ask about."""
+        match = re.fullmatch(r"/v1/runs/(\w+)(?:/(\w+))?", self.path)
+        acts = {"stop": self.server.stop, "steer": self.server.steer, "approval": self.server.answer}
+        with self.server.changed:
+            run = self.server.runs.get(match[1]) if match else None
+            act = acts.get(match[2] or "") if match and self.command == "POST" else None
+            status, answer = (404, demo_error("Not found", "run_not_found"))
+            if run and act:
+                status, answer = act(run, body)
+            elif run and match and match[2] is None:
+                status, answer = 200, dict(run.status)
+        if run and match and match[2] == "events":
+            self.send_events(run)
+        else:
+            self.reply(status, answer)
+
+    def send_events(self, run: DemoRun) -> None:
+        """Send a run's events from the first one on, until its end or the client's."""
+        sent = 0
+        self.send_head(200, "text/event-stream")
+        self.wfile.write(b": open\n\n")
+        while True:
+            events, ended = self.server.events_after(run, sent)
+            frames = "".join(f"id: {event['seq']}\ndata: {json.dumps(event)}\n\n" for event in events)
+            self.wfile.write(frames.encode() or b": keepalive\n\n")
+            sent += len(events)
+            if ended:
+                self.wfile.write(b": stream closed\n\n")
+                return
+
+    def reply(self, status: int, body: Json) -> None:
+        """Send a JSON answer."""
+        self.send_head(status, "application/json; charset=utf-8")
+        self.wfile.write(json.dumps(body).encode())
+
+    def send_head(self, status: int, media_type: str) -> None:
+        """Write the status line and the headers; the body ends with the connection."""
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Only log_event writes."""
+
+
 # ---- command -----------------------------------------------------------------
 
 SHUTDOWN_SECONDS = 3  # for streams to write their last line
@@ -3271,6 +3578,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where the journal lies, or: none; default: systemd's or ~/.local/state",
     )
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
+    add("--demo", action="store_true", help="try it without keys: the voice and Hermes are stand-ins")
     add("--version", action="version", version=f"hermes-voice {__version__}")
     return parser.parse_args(argv)
 
@@ -3295,6 +3603,24 @@ def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Jo
         raise ConfigError([f"--state {folder}: the journal cannot be used: {error}; {hint}"]) from None
 
 
+def check_demo(args: argparse.Namespace, host: str) -> list[str]:
+    """The problems of a demo's flags: it has nobody to show a key to, and one visitor."""
+    services = {
+        "--hermes-url": args.hermes_url != DEFAULT_HERMES_URL,
+        "--hermes-key-file": args.hermes_key_file,
+        "--openai-base-url": args.openai_base_url != DEFAULT_OPENAI_URL,
+        "--openai-key-file": args.openai_key_file,
+    }
+    problems = [
+        f"{flag}: a demo uses no service and no key; leave out this, or --demo"
+        for flag in services
+        if services[flag]
+    ]
+    if not is_loopback(host):
+        problems.append(f"--listen {args.listen}: a demo is for this machine only; give 127.0.0.1")
+    return problems
+
+
 def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
     """The server, listening, and the warnings. Raise ConfigError with every problem."""
     problems: list[str] = []
@@ -3310,15 +3636,20 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     host, port = attempt(lambda: parse_listen(args.listen), ("127.0.0.1", 0))
     problems += check_url(args.hermes_url, "--hermes-url")
     problems += check_url(args.openai_base_url, "--openai-base-url")
-    openai_key = attempt(
-        lambda: find_secret("openai-key", args.openai_key_file, "OPENAI_API_KEY", environ), ""
-    )
-    hermes_key = attempt(
-        lambda: find_secret("hermes-key", args.hermes_key_file, "API_SERVER_KEY", environ), ""
-    )
+    openai_key = hermes_key = ""
+    if args.demo:
+        problems += check_demo(args, host)
+    else:
+        openai_key = attempt(
+            lambda: find_secret("openai-key", args.openai_key_file, "OPENAI_API_KEY", environ), ""
+        )
+        hermes_key = attempt(
+            lambda: find_secret("hermes-key", args.hermes_key_file, "API_SERVER_KEY", environ), ""
+        )
     access = attempt(lambda: find_secret("access-token", args.access_token_file, "", environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
-    journal = attempt(lambda: open_journal(args.state, config.history_days, environ), None)
+    state = args.state or ("none" if args.demo else None)
+    journal = attempt(lambda: open_journal(state, config.history_days, environ), None)
     if not is_loopback(host) and not access and not args.access_token_file:
         problems.append(
             f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
@@ -3326,7 +3657,9 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         )
     if problems:
         raise ConfigError(problems)
-    openai, hermes = OpenAI(args.openai_base_url, openai_key), Hermes(args.hermes_url, hermes_key)
+    demo = DemoHermes() if args.demo else None
+    openai = None if demo else OpenAI(args.openai_base_url, openai_key)
+    hermes = Hermes(demo.url, demo.key) if demo else Hermes(args.hermes_url, hermes_key)
     app = App(config, access or None, openai, hermes, journal)
     try:
         return Server((host, port), app, page), warnings

@@ -19,6 +19,8 @@ let current = null;
 const streams = new Map();
 /** @type {WakeLockSentinel | null} */
 let wakeLock = null;
+/** @type {import("./demo.js").Demo | null} */
+let demo = null;
 
 const known = localStorage.getItem("conversation");
 let conversation = known ?? newId();
@@ -83,10 +85,12 @@ async function open(attempt, history) {
   current = { attempt, session };
   try {
     await session.open(async (sdp) => {
-      const { session_id, sdp: answer } = await api.post("session", { sdp, conversation, history });
+      const { session_id, sdp: answer } = demo
+        ? { session_id: null, sdp: await demo.answer(sdp) }
+        : await api.post("session", { sdp, conversation, history });
       dispatch({ type: "opened", attempt, sessionId: session_id });
       return answer;
-    }, state.muted);
+    }, state.muted, demo?.microphone);
   } catch (error) {
     dispatch({ type: "failed", attempt, message: explained(error).message });
   }
@@ -223,12 +227,20 @@ function switchTo(id) {
   location.reload();
 }
 
+/** The voice model's place is taken by a part of this page. */
+async function beginDemo() {
+  const { Demo, SENTENCES } = await import("./demo.js");
+  const made = (demo ??= new Demo(view.voice));
+  view.showDemo(SENTENCES, (text) => made.hear(text));
+}
+
 /** Load what the server knows; without the right token, ask for it. */
 async function begin() {
   api.token = sessionStorage.getItem("token") ?? localStorage.getItem("token") ?? "";
   try {
     const config = await api.get("config");
     view.hideTokenEntry();
+    if (config.demo) await beginDemo();
     dispatch({ type: "configured", idleSeconds: config.idle_seconds, stopPhrases: config.stop_phrases, page });
     const { conversations } = await api.get("conversations");
     // A device that has no conversation yet goes on with the newest, unless it has begun one.

@@ -56,10 +56,11 @@ export class Session {
    * Open the microphone, then the connection.
    * @param {(sdp: string) => Promise<string>} exchange offer against answer
    * @param {boolean} muted
+   * @param {() => Promise<MediaStream>} microphone
    */
-  async open(exchange, muted) {
+  async open(exchange, muted, microphone = openMicrophone) {
     if (!window.isSecureContext || !navigator.mediaDevices) throw new CallError(INSECURE);
-    this.#microphone = await openMicrophone();
+    this.#microphone = await microphone();
     if (this.#closed) return this.#release();
     const peer = (this.#peer = new RTCPeerConnection());
     for (const track of this.#microphone.getAudioTracks()) {
