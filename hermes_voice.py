@@ -3301,10 +3301,14 @@ DEMO_HELP = [
 ]  # fmt: skip
 
 
+def said_last(asked: str) -> str:
+    """The user's newest line of a request."""
+    return (re.findall(rf"^{SPEAKERS['user']}: (.*)", asked, re.M) or [asked])[-1]
+
+
 def pick_scene(asked: str) -> list[tuple[Any, ...]]:
     """The scene that has most of the words the user said last."""
-    newest = re.split(rf"^{SPEAKERS['user']}: ", asked, flags=re.M)[-1]
-    said = set(re.findall(r"\w+", newest.casefold()))
+    said = set(re.findall(r"\w+", said_last(asked).casefold()))
     hits = [len(said & set(words.split())) for words, _ in SCENES]
     return SCENES[hits.index(max(hits))][1] if any(hits) else DEMO_HELP
 
@@ -3449,7 +3453,7 @@ class DemoHermes(ThreadingHTTPServer):
         """Take words for a running run."""
         if run.state != "running":
             return 409, demo_error("Run is not currently accepting steer input", "run_not_accepting_steer")
-        run.handed.append(re.split(rf"^{SPEAKERS['user']}: ", str(body.get("input")), flags=re.M)[-1])
+        run.handed.append(said_last(str(body.get("input"))))
         self.emit(run, "run.steered", accepted=True)
         return 200, {"object": "hermes.run.steer", "run_id": run.status["run_id"], "accepted": True}
 

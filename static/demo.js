@@ -44,9 +44,9 @@ export function decide(text, asking) {
   return small ? { kind: "talk", reply: small.reply } : { kind: "delegate", reply: "One moment." };
 }
 
-/** The words of a text as a transcript's deltas: joined they are the text. @param {string} text @returns {string[]} */
+/** The words of a text as a transcript's deltas, each with a space before it. @param {string} text @returns {string[]} */
 export function deltas(text) {
-  return text.trim().match(/\s*\S+/g) ?? [];
+  return (text.match(/\S+/g) ?? []).map((word) => ` ${word}`);
 }
 
 /**
@@ -118,7 +118,7 @@ export class Demo {
 
   /** The user says a sentence. @param {string} text */
   hear(text) {
-    void this.#line?.hear(text);
+    this.#line?.hear(text);
   }
 }
 
@@ -133,6 +133,8 @@ class Line {
   #events = 0;
   #muted = false;
   #asking = false; // was the user asked for a yes or no, and nothing since?
+  #owed = 0; // commentaries that are not spoken yet
+  #hearing = Promise.resolve(); // until the user's sentence is over
   #turn = 0; // counts what is said, so that what was cut off falls silent
   #ended = false;
   #usage = 0;
@@ -162,7 +164,12 @@ class Line {
   }
 
   /** The user says a sentence. @param {string} text */
-  async hear(text) {
+  hear(text) {
+    this.#hearing = this.#hearing.then(() => this.#listen(text));
+  }
+
+  /** @param {string} text */
+  async #listen(text) {
     if (!this.#startedAt || this.#muted || this.#ended) return;
     this.hush();
     const asking = this.#asking;
@@ -176,7 +183,7 @@ class Line {
       const delegation = { id: `item_${this.#events}`, type: "delegation", target: "client" };
       this.#tell("session.delegation.created", { offset_ms: this.#now(), delegation });
     }
-    if (reply) await this.#say(reply);
+    if (reply && !this.#owed) void this.#say(reply);
   }
 
   /** Fall silent. */
@@ -219,10 +226,13 @@ class Line {
     if (what !== "append") return;
     // Whatever is said or noted after a question is about something else.
     this.#asking = kind === "commentary" && /yes or no\?$/.test(event.content);
+    if (kind === "commentary") this.#owed += 1;
     await wait(PLACED_MS);
     this.#tell(`session.${kind}.appended`, { client_event_id: event.event_id, ...this.#span() });
     if (kind !== "commentary") return;
     await wait(BEGIN_MS);
+    await this.#hearing;
+    this.#owed -= 1;
     await this.#say(event.content);
   }
 

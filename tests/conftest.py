@@ -22,6 +22,7 @@ PACKAGES = {
     "test_browser.py": ("playwright", "aiortc", "aiohttp"),
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
+    "test_demo.py": ("playwright",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),

@@ -6,9 +6,14 @@ recorded to say.
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
+from sidecar import STOP_SECONDS
 
 import hermes_voice
 from hermes_voice import (
@@ -226,6 +231,7 @@ def test_runs_are_forgotten_beyond_the_limit(serve, monkeypatch):
         ("Look through the logs.", 3),
         ("Try something that fails", 4),
         ("Since the last request:\nUser: Delete it.\nVoice assistant: One moment.\nUser: And the disk?", 0),
+        ("Since the last request:\nUser: And the logs?\nVoice assistant: The disk and its space.", 3),
     ],
 )
 def test_a_scene_is_picked_by_the_newest_words(asked, number):
@@ -289,3 +295,169 @@ def test_a_demo_leaves_the_machines_hermes_alone(tmp_path, monkeypatch):
     assert warnings == []
     assert [path.name for path in tmp_path.iterdir()] == [".hermes"]
     assert server.app.config == Config()
+
+
+# ---- the page ----------------------------------------------------------------
+
+
+@pytest.fixture
+def visit(tmp_path, browser):
+    """Clone, start, open: a page, and short ways to its parts."""
+    clone, home = tmp_path / "clone", tmp_path / "home"
+    home.mkdir()
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), clone], check=True)
+    command = [sys.executable, "-I", "hermes_voice.py", "--demo", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(command, cwd=clone, env={"HOME": str(home)}, stderr=subprocess.PIPE, text=True)
+    try:
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if found := re.search(r"server\.listening url=(\S+)", line):
+                break
+        with Visit(browser, found[1]) as visit:
+            yield visit
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=STOP_SECONDS)
+        assert process.returncode == 0
+        assert "Traceback" not in "".join(log) + rest
+        assert [*home.iterdir()] == []
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+class Visit:
+    def __init__(self, browser, url):
+        self.url, self.faults, self.requests = url, [], []
+        self.context = browser.new_context(viewport={"width": 1100, "height": 760})
+        self.context.set_default_timeout(20_000)
+        self.page = self.context.new_page()
+        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
+        self.page.on("console", lambda m: self.faults.append(m.text) if m.type == "error" else None)
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.status = self.page.get_by_role("status")
+        self.log = self.page.get_by_role("log")
+        self.demo = self.page.get_by_role("region", name="Demo", exact=True)
+
+    def __enter__(self):
+        self.page.goto(self.url)
+        return self
+
+    def __exit__(self, *error):
+        self.context.close()
+        if error[0] is None:
+            assert self.faults == []
+            assert [url for url in self.requests if not url.startswith((self.url, "data:"))] == []
+
+    def button(self, name):
+        return self.page.get_by_role("button", name=name, exact=True)
+
+    def card(self, request):
+        return self.page.get_by_role("article", name=f"Task: {request}", exact=True)
+
+    def said(self, *words):
+        """Wait until the voice has said this."""
+        line = self.log.locator(".said.assistant").filter(has_text=re.compile(".*".join(words)))
+        expect(line.last).to_be_visible(timeout=30_000)
+
+    def say(self, sentence):
+        """Say a sentence that is offered, once it is quiet."""
+        expect(self.status).not_to_have_text("Speaking", timeout=30_000)
+        self.demo.get_by_role("button", name=sentence, exact=True).click()
+
+    def start(self):
+        self.button("Start call").click()
+        expect(self.status).to_have_text("Listening", timeout=30_000)
+
+
+def test_a_demo_from_ask_to_hang_up(visit):
+    expect(visit.demo).to_contain_text("Demo: no keys, no network.")
+    expect(visit.demo.get_by_role("button", name="Stop", exact=True)).to_be_disabled()
+    visit.start()
+
+    visit.say("What is the disk usage?")
+    card = visit.card("What is the disk usage?")
+    expect(card).to_contain_text("1 step")
+    expect(card.get_by_role("table")).to_contain_text("Snapshots")
+    visit.said("eighty-two percent full", "delete them")
+
+    visit.say("Delete the old snapshots")
+    expect(visit.button("Allow once")).to_be_visible()
+    visit.said("Do you allow it, yes or no")
+    visit.demo.get_by_role("button", name="Yes, go ahead", exact=True).click()
+    card = visit.card("Delete the old snapshots")
+    expect(card).to_contain_text("You allowed it.")
+    visit.said("deleted eleven snapshots", "gigabytes")
+
+    visit.say("Compare the backup plans")
+    card = visit.card("Compare the backup plans")
+    expect(card.get_by_role("heading")).to_have_text("Plans for 410 GB")
+    expect(card).to_contain_text("restic")
+    visit.said("A second disk at home", "commands to begin")
+
+    visit.say("Try something that fails")
+    expect(visit.card("Try something that fails")).to_contain_text("Not done")
+    visit.said("language model did not answer")
+
+    visit.demo.get_by_label("Say", exact=True).fill("Look through the logs")
+    visit.demo.get_by_label("Say", exact=True).press("Enter")
+    card = visit.card("Look through the logs")
+    expect(card).to_contain_text("going through the logs")
+    visit.say("Stop")
+    expect(card).to_contain_text("Stopped")
+    visit.said("Hermes has stopped the task")
+
+    visit.button("Hang up").click()
+    expect(visit.status).to_have_text("Off")
+    visit.start()
+
+
+def test_a_demos_voice_falls_silent_when_told_to_and_when_spoken_to(visit):
+    visit.start()
+    visit.say("What is the disk usage?")
+    visit.said("The disk is")
+
+    visit.button("Stop speaking").click()
+    expect(visit.status).to_have_text("Listening", timeout=3000)
+
+    visit.say("Delete the old snapshots")
+    visit.said("Hermes asks for")
+    visit.demo.get_by_role("button", name="Yes, go ahead", exact=True).click()
+    expect(visit.card("Delete the old snapshots")).to_contain_text("You allowed it.")
+    expect(visit.log).not_to_contain_text("yes or no")
+
+
+def test_small_talk_and_mute_start_nothing(visit):
+    visit.start()
+    words = visit.demo.get_by_label("Say", exact=True)
+
+    words.fill("Hello!")
+    words.press("Enter")
+    visit.said("Hello! Tell me what you need", "Hermes")
+    visit.button("Mute").click()
+
+    expect(words).to_be_disabled()
+    expect(visit.page.get_by_role("article")).to_have_count(0)
+
+
+def test_a_session_cannot_be_opened_over_openai(visit):
+    offer = {"sdp": "v=0\r\nm=audio 9 UDP/TLS/RTP/SAVPF 111\r\n"}
+    for path, body in (("session", offer), ("session/close", {"session_id": "live_1"})):
+        answer = visit.page.request.post(visit.url + path, data=body)
+
+        assert answer.status == 409
+        assert answer.json()["error"]["code"] == "demo"
+    assert visit.page.request.get(visit.url + "config").json()["demo"] is True
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 640), (1100, 760)])
+def test_a_demo_fits_the_screen_with_a_question_open(visit, width, height):
+    visit.page.set_viewport_size({"width": width, "height": height})
+    visit.start()
+    visit.say("Delete the old snapshots")
+
+    for name in ("Allow once", "Deny", "Hang up", "Send"):
+        expect(visit.button(name)).to_be_in_viewport(ratio=1)
+    expect(visit.demo.get_by_role("button", name="Say it")).to_be_in_viewport(ratio=1)
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
