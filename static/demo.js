@@ -15,8 +15,10 @@ export const SENTENCES = [
 ];
 
 const START_MS = 400; // from the open channel to session.started
-const WORD_MS = 200; // the transcript's grid
+const GRID_MS = 200; // the transcript's
+const WORD_MS = 300; // of the user
 const THINK_MS = 300; // from the user's last word to the delegation
+const REPLY_MS = 900; // from there to a reply of the model's own
 const PLACED_MS = 700; // from an append to its place in the timeline
 const BEGIN_MS = 500; // from there to the first sound
 const MS_PER_CHAR = 65; // of speech
@@ -129,8 +131,7 @@ class Line {
   #tone;
   #speaker;
   /** @type {RTCDataChannel | null} */ #channel = null;
-  #startedAt = 0;
-  #events = 0;
+  #startedAt = 0; // 0 before session.started and after session.closed
   #muted = false;
   #asking = false; // was the user asked for a yes or no, and nothing since?
   #owed = 0; // commentaries that are not spoken yet
@@ -180,10 +181,17 @@ class Line {
     const { kind, reply } = decide(text, asking);
     await wait(THINK_MS);
     if (kind === "delegate") {
-      const delegation = { id: `item_${this.#events}`, type: "delegation", target: "client" };
+      const delegation = { id: `item_${crypto.randomUUID()}`, type: "delegation", target: "client" };
       this.#tell("session.delegation.created", { offset_ms: this.#now(), delegation });
     }
-    if (reply && !this.#owed) void this.#say(reply);
+    if (reply) void this.#reply(reply);
+  }
+
+  /** Say something of its own, unless there is something else to say by then. @param {string} text */
+  async #reply(text) {
+    const turn = this.#turn;
+    await wait(REPLY_MS);
+    if (turn === this.#turn && !this.#owed) await this.#say(text);
   }
 
   /** Fall silent. */
@@ -254,17 +262,16 @@ class Line {
 
   /** @param {string} type @param {object} fields */
   #tell(type, fields) {
-    this.#events += 1;
-    const event = { type, event_id: `event_${this.#events}`, ...fields };
+    const event = { type, event_id: `event_${crypto.randomUUID()}`, ...fields };
     if (this.#channel?.readyState === "open") this.#channel.send(JSON.stringify(event));
   }
 
   #now() {
-    return Math.floor((performance.now() - this.#startedAt) / WORD_MS) * WORD_MS;
+    return Math.floor((performance.now() - this.#startedAt) / GRID_MS) * GRID_MS;
   }
 
   #span() {
-    return { start_ms: this.#now(), end_ms: this.#now() + WORD_MS };
+    return { start_ms: this.#now(), end_ms: this.#now() + GRID_MS };
   }
 
   #seconds() {

@@ -33,6 +33,7 @@ from hermes_voice import (
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "tests" / "fixtures" / "hermes-0.22.2"
 QUICK = 0.01  # of the time that people get
+PATIENCE = 30_000  # ms, for what is worked on and spoken at the pace of people
 
 
 # ---- the stand-in, through the real client -----------------------------------
@@ -359,16 +360,16 @@ class Visit:
     def said(self, *words):
         """Wait until the voice has said this."""
         line = self.log.locator(".said.assistant").filter(has_text=re.compile(".*".join(words)))
-        expect(line.last).to_be_visible(timeout=30_000)
+        expect(line.last).to_be_visible(timeout=PATIENCE)
 
     def say(self, sentence):
         """Say a sentence that is offered, once it is quiet."""
-        expect(self.status).not_to_have_text("Speaking", timeout=30_000)
+        expect(self.status).not_to_have_text("Speaking", timeout=PATIENCE)
         self.demo.get_by_role("button", name=sentence, exact=True).click()
 
     def start(self):
         self.button("Start call").click()
-        expect(self.status).to_have_text("Listening", timeout=30_000)
+        expect(self.status).to_have_text("Listening", timeout=PATIENCE)
 
 
 def test_a_demo_from_ask_to_hang_up(visit):
@@ -378,39 +379,42 @@ def test_a_demo_from_ask_to_hang_up(visit):
 
     visit.say("What is the disk usage?")
     card = visit.card("What is the disk usage?")
-    expect(card).to_contain_text("1 step")
+    expect(card).to_contain_text("1 step", timeout=PATIENCE)
     expect(card.get_by_role("table")).to_contain_text("Snapshots")
     visit.said("eighty-two percent full", "delete them")
 
     visit.say("Delete the old snapshots")
-    expect(visit.button("Allow once")).to_be_visible()
+    expect(visit.button("Allow once")).to_be_visible(timeout=PATIENCE)
     visit.said("Do you allow it, yes or no")
     visit.demo.get_by_role("button", name="Yes, go ahead", exact=True).click()
     card = visit.card("Delete the old snapshots")
-    expect(card).to_contain_text("You allowed it.")
+    expect(card).to_contain_text("You allowed it.", timeout=PATIENCE)
     visit.said("deleted eleven snapshots", "gigabytes")
 
     visit.say("Compare the backup plans")
     card = visit.card("Compare the backup plans")
-    expect(card.get_by_role("heading")).to_have_text("Plans for 410 GB")
+    expect(card.get_by_role("heading")).to_have_text("Plans for 410 GB", timeout=PATIENCE)
     expect(card).to_contain_text("restic")
     visit.said("A second disk at home", "commands to begin")
 
     visit.say("Try something that fails")
-    expect(visit.card("Try something that fails")).to_contain_text("Not done")
+    expect(visit.card("Try something that fails")).to_contain_text("Not done", timeout=PATIENCE)
     visit.said("language model did not answer")
 
     visit.demo.get_by_label("Say", exact=True).fill("Look through the logs")
     visit.demo.get_by_label("Say", exact=True).press("Enter")
     card = visit.card("Look through the logs")
-    expect(card).to_contain_text("going through the logs")
+    expect(card).to_contain_text("going through the logs", timeout=PATIENCE)
     visit.say("Stop")
-    expect(card).to_contain_text("Stopped")
+    expect(card).to_contain_text("Stopped", timeout=PATIENCE)
     visit.said("Hermes has stopped the task")
 
     visit.button("Hang up").click()
     expect(visit.status).to_have_text("Off")
     visit.start()
+    visit.say("What is the disk usage?")
+    expect(visit.card("What is the disk usage?")).to_have_count(2, timeout=PATIENCE)
+    expect(visit.log.locator(".said.user").last).to_have_text(re.compile("What is the disk usage"))
 
 
 def test_a_demos_voice_falls_silent_when_told_to_and_when_spoken_to(visit):
@@ -424,7 +428,7 @@ def test_a_demos_voice_falls_silent_when_told_to_and_when_spoken_to(visit):
     visit.say("Delete the old snapshots")
     visit.said("Hermes asks for")
     visit.demo.get_by_role("button", name="Yes, go ahead", exact=True).click()
-    expect(visit.card("Delete the old snapshots")).to_contain_text("You allowed it.")
+    expect(visit.card("Delete the old snapshots")).to_contain_text("You allowed it.", timeout=PATIENCE)
     expect(visit.log).not_to_contain_text("yes or no")
 
 
@@ -458,6 +462,6 @@ def test_a_demo_fits_the_screen_with_a_question_open(visit, width, height):
     visit.say("Delete the old snapshots")
 
     for name in ("Allow once", "Deny", "Hang up", "Send"):
-        expect(visit.button(name)).to_be_in_viewport(ratio=1)
-    expect(visit.demo.get_by_role("button", name="Say it")).to_be_in_viewport(ratio=1)
+        expect(visit.button(name)).to_be_in_viewport(ratio=1, timeout=PATIENCE)
+    expect(visit.demo.get_by_role("button", name="Say it")).to_be_in_viewport(ratio=1, timeout=PATIENCE)
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
