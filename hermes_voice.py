@@ -3255,30 +3255,28 @@ def error_reply(error: VoiceError) -> Reply:
 
 DEMO_KEEPALIVE = 30  # seconds of silence on a stream, as in Hermes
 
-# The words that pick a scene, and its steps: ("interim", text), ("tool", name, preview,
-# seconds), ("ask", name, command, description, answer if it is not allowed), and at the end
-# ("answer", text) or ("fail", error).
+# The words that pick a scene, and its steps: methods of DemoRun with their arguments.
 SCENES: list[tuple[str, list[tuple[Any, ...]]]] = [
     ("disk disks space usage storage", [
-        ("tool", "terminal", "df -h /srv", 1.5),
-        ("answer", "The disk is eighty-two percent full, with ninety gigabytes free. Old snapshots take the"
+        ("use", "terminal", "df -h /srv", 1.5),
+        ("tell", "The disk is eighty-two percent full, with ninety gigabytes free. Old snapshots take the"
          " most room; you could ask me to delete them.\n---\n| What | Size |\n|---|---:|\n"
          "| Snapshots | 212 GB |\n| Photos | 164 GB |\n| Everything else | 34 GB |"),
     ]),
     ("delete remove snapshots snapshot clean", [
-        ("interim", "I am looking for snapshots from last year."),
-        ("tool", "search_files", "/srv/snapshots/2025-*", 1.5),
+        ("say", "I am looking for snapshots from last year."),
+        ("use", "search_files", "/srv/snapshots/2025-*", 1.5),
         ("ask", "terminal", "rm -rf /srv/snapshots/2025-*", "delete files for good",
          "I have left the snapshots alone, because that was not allowed."),
-        ("answer", "I deleted eleven snapshots from last year. That freed a hundred and forty gigabytes."),
+        ("tell", "I deleted eleven snapshots from last year. That freed a hundred and forty gigabytes."),
     ]),
     ("compare backup backups plan plans", [
-        ("interim", "I am reading what each plan costs and keeps."),
-        ("tool", "web_search", "backup plans prices", 3),
-        ("tool", "web_extract", "prices per terabyte", 3),
-        ("interim", "I am working out the cost of your four hundred gigabytes."),
-        ("tool", "execute_code", "cost per month and plan", 4),
-        ("answer", "A second disk at home is the cheapest, and a storage box survives when your house does"
+        ("say", "I am reading what each plan costs and keeps."),
+        ("use", "web_search", "backup plans prices", 3),
+        ("use", "web_extract", "prices per terabyte", 3),
+        ("say", "I am working out the cost of your four hundred gigabytes."),
+        ("use", "execute_code", "cost per month and plan", 4),
+        ("tell", "A second disk at home is the cheapest, and a storage box survives when your house does"
          " not. I would take both. The comparison is on your screen, with the commands to begin.\n---\n"
          "### Plans for 410 GB\n\n| Plan | A month | Keeps | Outside the house |\n|---|---:|---|---|\n"
          "| Second disk | 0.80 € | 90 days | no |\n| Storage box | 3.90 € | 30 days | yes |\n"
@@ -3286,24 +3284,24 @@ SCENES: list[tuple[str, list[tuple[Any, ...]]]] = [
          "```sh\nrestic -r /mnt/second init\nrestic -r /mnt/second backup /srv/photos\n```"),
     ]),
     ("log logs long slow", [
-        ("interim", "I am going through the logs of the week, which takes a while."),
-        *[("tool", "read_file", f"/var/log/syslog.{day}", 5) for day in range(1, 6)],
-        ("answer", "The logs of the week are quiet: two failed logins on Tuesday, and nothing else."),
+        ("say", "I am going through the logs of the week, which takes a while."),
+        *[("use", "read_file", f"/var/log/syslog.{day}", 5) for day in range(1, 6)],
+        ("tell", "The logs of the week are quiet: two failed logins on Tuesday, and nothing else."),
     ]),
     ("fail fails failure error broken", [
-        ("tool", "terminal", "systemctl restart backup", 1.5),
+        ("use", "terminal", "systemctl restart backup", 1.5),
         ("fail", "HTTP 503: the language model is overloaded"),
     ]),
 ]  # fmt: skip
 DEMO_HELP = [
-    ("answer", "This is a demo, and I am a short script in Hermes's place. Ask me for the disk usage, to"
+    ("tell", "This is a demo, and I am a short script in Hermes's place. Ask me for the disk usage, to"
      " delete old snapshots, to compare backup plans, to look through the logs, or to try what fails."),
 ]  # fmt: skip
 
 
 def said_last(asked: str) -> str:
     """The user's newest line of a request."""
-    return (re.findall(rf"^{SPEAKERS['user']}: (.*)", asked, re.M) or [asked])[-1]
+    return str((re.findall(rf"^{SPEAKERS['user']}: (.*)", asked, re.M) or [asked])[-1])
 
 
 def pick_scene(asked: str) -> list[tuple[Any, ...]]:
@@ -3314,26 +3312,122 @@ def pick_scene(asked: str) -> list[tuple[Any, ...]]:
 
 
 class DemoRun:
-    """One run: its status document, its events so far, and what it was told meanwhile."""
+    """One run. Callers hold the lock, but for `work` and `events_after`."""
 
-    def __init__(self, run_id: str, body: Json) -> None:
-        self.asked = str(body.get("input") or "")
+    def __init__(self, hermes: DemoHermes, run_id: str, body: Json) -> None:
+        self.hermes = hermes
+        self.asked = str(body.get("input"))
         self.status: Json = {"object": "hermes.run", "run_id": run_id, "status": "running"}
-        self.status["session_id"] = body.get("session_id")
         self.events: list[Json] = []
-        self.handed: list[str] = []  # words for it that it has not read
+        self.handed: list[str] = []  # words that it has not read
         self.read: list[str] = []
-        self.pending = ""  # the id of the question that waits
-        self.choice = ""
+        self.pending, self.choice = "", ""  # the question that waits, and the answer to it
 
-    @property
-    def state(self) -> str:
-        """Where it is: running, waiting_for_approval, stopping, or one of the final states."""
-        return str(self.status["status"])
+    def is_in(self, *states: str) -> bool:
+        """Whether it is in one of these states, of which Hermes has more than we use."""
+        return self.status["status"] in states
+
+    def wait(self, seconds: float, wake: Callable[[], object] = lambda: False) -> None:
+        """Let the lock go for a time, until a stop or until `wake` says so."""
+        self.hermes.changed.wait_for(lambda: self.is_in("stopping") or wake(), seconds)
+
+    def emit(self, name: str, **fields: object) -> None:
+        """Append an event."""
+        told = {"event": name, "run_id": self.status["run_id"], "timestamp": time.time()}
+        self.events.append({**told, **fields, "seq": len(self.events)})
+        self.hermes.changed.notify_all()
+
+    def work(self) -> None:
+        """Play the scene to its end."""
+        with self.hermes.changed:
+            self.wait(0.5 * self.hermes.pace)
+            for kind, *step in pick_scene(self.asked):
+                if self.is_in("stopping"):
+                    self.end("cancelled", turn_exit_reason="interrupted_by_user")
+                if self.is_in(*FINISH_REASONS):
+                    return
+                getattr(self, kind)(*step)
+
+    def say(self, text: str) -> None:
+        """Tell what it is doing."""
+        self.emit("message.interim", text=text, already_streamed=False)
+
+    def use(self, tool: str, preview: str, seconds: float) -> None:
+        """Use a tool for a time. After it the words that were handed over are read."""
+        self.emit("tool.started", tool=tool, preview=preview)
+        self.wait(seconds * self.hermes.pace)
+        self.put_down(tool, seconds, self.is_in("stopping"))
+
+    def put_down(self, tool: str, seconds: float, failed: bool) -> None:
+        """End a tool call."""
+        self.emit("tool.completed", tool=tool, duration=seconds, error=failed, preview="")
+        self.read, self.handed = self.read + self.handed, []
+
+    def ask(self, tool: str, command: str, about: str, otherwise: str) -> None:
+        """Ask for an approval and wait for it; without it the scene ends otherwise."""
+        self.emit("tool.started", tool=tool, preview=command)
+        self.pending, self.choice = secrets.token_hex(16), "deny"
+        question = {"command": command, "description": about, "request_id": self.pending}
+        self.status |= {"status": "waiting_for_approval", "approval": question}
+        self.emit("approval.request", **question, choices=[*CHOICES])
+        self.wait(self.hermes.approval_seconds, lambda: not self.pending)
+        self.pending = ""
+        self.put_down(tool, 0.1, self.choice == "deny")
+        if not self.is_in("stopping"):
+            self.status["status"] = "running"
+            if self.choice == "deny":
+                self.tell(otherwise)
+
+    def tell(self, output: str) -> None:
+        """Answer the request, and what was said meanwhile."""
+        also = f"You also said: {' '.join(self.read)} " if self.read else ""
+        unread = {"pending_steer": "\n".join(self.handed)} if self.handed else {}
+        self.end("completed", output=also + output, **unread)
+
+    def fail(self, error: str) -> None:
+        """End as a run whose model cannot be used."""
+        self.end("failed", error=error)
+
+    def end(self, state: str, **fields: object) -> None:
+        """Reach a final state and say so."""
+        fields |= {"completed": state == "completed", "partial": False, "interrupted": state == "cancelled"}
+        self.status |= {"status": state, **fields}
+        self.emit(f"run.{state}", **fields)
+
+    def events_after(self, number: int) -> tuple[list[Json], bool]:
+        """Wait for events, or the time of a keepalive. Return them, and whether it is over."""
+        with self.hermes.changed:
+            self.hermes.changed.wait_for(lambda: len(self.events) > number, DEMO_KEEPALIVE)
+            return self.events[number:], self.is_in(*FINISH_REASONS)
+
+    def take_answer(self, body: Json) -> tuple[int, Json]:
+        """Take an answer, for the question that it names if it names one."""
+        choice, meant = body.get("choice"), body.get("request_id")
+        if not self.pending or meant not in (None, self.pending) or choice not in CHOICES:
+            return 409, demo_error("Run has no pending approval", "approval_not_pending")
+        self.pending, self.choice = "", choice
+        told = {"choice": choice, **({"request_id": meant} if meant else {}), "resolved": 1}
+        self.emit("approval.responded", **told)
+        return 200, {"object": "hermes.run.approval_response", "run_id": self.status["run_id"], **told}
+
+    def take_words(self, body: Json) -> tuple[int, Json]:
+        """Take words while it runs."""
+        if not self.is_in("running"):
+            return 409, demo_error("Run is not currently accepting steer input", "run_not_accepting_steer")
+        self.handed.append(said_last(str(body.get("input"))))
+        self.emit("run.steered", accepted=True)
+        return 200, {"object": "hermes.run.steer", "run_id": self.status["run_id"], "accepted": True}
+
+    def take_stop(self, body: Json) -> tuple[int, Json]:
+        """Let it stop; the scene sees to it."""
+        if not self.is_in(*FINISH_REASONS):
+            self.pending, self.status["status"] = "", "stopping"
+            self.hermes.changed.notify_all()
+        return 200, {"run_id": self.status["run_id"], "status": self.status["status"]}
 
 
 class DemoHermes(ThreadingHTTPServer):
-    """The stand-in, listening on loopback. `pace` stretches its work, 1 is for people."""
+    """The stand-in, listening on loopback. `pace` stretches its work: 1 is for people."""
 
     daemon_threads = True
     block_on_close = False
@@ -3343,126 +3437,25 @@ class DemoHermes(ThreadingHTTPServer):
         self.url, self.key = f"http://127.0.0.1:{self.server_port}", secrets.token_hex(24)
         self.pace, self.approval_seconds = pace, approval_seconds
         self.changed = threading.Condition()  # guards the runs
-        self.runs: OrderedDict[str, DemoRun] = OrderedDict()
-        self.keys: dict[str, str] = {}  # Idempotency-Key to run id
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        self.runs: OrderedDict[str, tuple[str, DemoRun]] = OrderedDict()  # by id, with their keys
+        in_background(self.serve_forever, 0.05)
+
+    def find(self, run_id: str) -> DemoRun | None:
+        """The run of an id."""
+        return self.runs[run_id][1] if run_id in self.runs else None
 
     def start(self, body: Json, key: str) -> Json:
         """Start a run, or find the one that this key has started."""
-        with self.changed:
-            if key in self.keys:
-                run = self.runs[self.keys[key]]
-                return {"run_id": self.keys[key], "status": run.state, "replayed": True}
-            run_id = f"run_{secrets.token_hex(16)}"
-            self.keys[key], self.runs[run_id] = run_id, DemoRun(run_id, body)
-            if len(self.runs) > RUNS_LIMIT:
-                gone, _ = self.runs.popitem(last=False)
-                self.keys = {key: value for key, value in self.keys.items() if value != gone}
-        threading.Thread(target=self.work, args=(self.runs[run_id],), daemon=True).start()
+        for known, run in self.runs.values():
+            if known == key:
+                return {"run_id": run.status["run_id"], "status": run.status["status"], "replayed": True}
+        run_id = f"run_{secrets.token_hex(16)}"
+        run = DemoRun(self, run_id, body)
+        self.runs[run_id] = key, run
+        if len(self.runs) > RUNS_LIMIT:
+            self.runs.popitem(last=False)
+        in_background(run.work)
         return {"run_id": run_id, "status": "started", "replayed": False}
-
-    def emit(self, run: DemoRun, name: str, **fields: object) -> None:
-        """Append an event. The caller holds the lock."""
-        event = {"event": name, "run_id": run.status["run_id"], "timestamp": time.time(), **fields}
-        run.events.append({**event, "seq": len(run.events)})
-        run.status["last_event"] = name
-        self.changed.notify_all()
-
-    def work(self, run: DemoRun) -> None:
-        """Play a run's scene to its end."""
-        with self.changed:
-            self.changed.wait_for(lambda: run.state == "stopping", 0.5 * self.pace)
-            for kind, *step in pick_scene(run.asked):
-                if run.state == "stopping":
-                    break
-                refused = self.play(run, kind, *step)
-                if refused:
-                    self.end(run, "completed", output=refused)
-                    return
-            if run.state == "stopping":
-                self.end(run, "cancelled", turn_exit_reason="interrupted_by_user")
-
-    def play(self, run: DemoRun, kind: str, text: str, *more: Any) -> str:
-        """Play a step. Return the answer if it ends the scene here. The caller holds the lock."""
-        if kind == "interim":
-            self.emit(run, "message.interim", text=text, already_streamed=False)
-        elif kind == "tool":
-            preview, seconds = more
-            self.emit(run, "tool.started", tool=text, preview=preview)
-            self.changed.wait_for(lambda: run.state == "stopping", seconds * self.pace)
-            self.end_tool(run, text, seconds, run.state == "stopping")
-        elif kind == "ask":
-            command, description, refused = more
-            self.emit(run, "tool.started", tool=text, preview=command)
-            allowed = self.ask(run, command, description)
-            self.end_tool(run, text, 0.1, not allowed)
-            return "" if allowed or run.state == "stopping" else str(refused)
-        elif kind == "fail":
-            self.end(run, "failed", error=text)
-        else:
-            also = f"You also said: {' '.join(run.read)} " if run.read else ""
-            self.end(run, "completed", output=also + text)
-        return ""
-
-    def end_tool(self, run: DemoRun, tool: str, seconds: float, failed: bool) -> None:
-        """A tool's end is where an agent reads the words it was handed. The caller holds the lock."""
-        self.emit(run, "tool.completed", tool=tool, duration=seconds, error=failed, preview="")
-        run.read, run.handed = run.read + run.handed, []
-
-    def ask(self, run: DemoRun, command: str, description: str) -> bool:
-        """Ask for an approval and wait for it. The caller holds the lock."""
-        run.pending, run.choice = secrets.token_hex(16), ""
-        question = {"command": command, "description": description, "request_id": run.pending}
-        run.status |= {"status": "waiting_for_approval", "approval": question}
-        self.emit(run, "approval.request", **question, choices=[*CHOICES])
-        self.changed.wait_for(lambda: run.choice or run.state == "stopping", self.approval_seconds)
-        run.pending = ""
-        if run.state == "waiting_for_approval":  # still: nobody has answered
-            run.status["status"] = "running"
-        return run.choice in ("once", "session")
-
-    def end(self, run: DemoRun, state: str, **fields: object) -> None:
-        """Reach a final state and say so. The caller holds the lock."""
-        unread = {"pending_steer": "\n".join(run.handed)} if run.handed and state == "completed" else {}
-        done = state == "completed"
-        flags = {"completed": done, "partial": False, "interrupted": state == "cancelled"}
-        run.status |= {"status": state, **fields, **flags, **unread}
-        self.emit(run, f"run.{state}", **fields, **flags, **unread)
-
-    def events_after(self, run: DemoRun, number: int) -> tuple[list[Json], bool]:
-        """Wait for events, or for the time of a keepalive. Return them, and whether the run is over."""
-        with self.changed:
-            self.changed.wait_for(lambda: len(run.events) > number, DEMO_KEEPALIVE)
-            return run.events[number:], run.state in FINISH_REASONS
-
-    def answer(self, run: DemoRun, body: Json) -> tuple[int, Json]:
-        """Take an answer, for the question that it names if it names one."""
-        choice, meant = body.get("choice"), body.get("request_id")
-        if choice not in CHOICES:
-            return 400, demo_error("Invalid approval choice", "invalid_approval_choice")
-        if run.state in FINISH_REASONS:
-            return 409, demo_error("Run has no active approval session", "approval_not_active")
-        if not run.pending or meant not in (None, run.pending):
-            return 409, demo_error("Run has no pending approval", "approval_not_pending")
-        run.pending, run.choice, run.status["status"] = "", choice, "running"
-        named = {"choice": choice, **({"request_id": meant} if meant else {}), "resolved": 1}
-        self.emit(run, "approval.responded", **named)
-        return 200, {"object": "hermes.run.approval_response", "run_id": run.status["run_id"], **named}
-
-    def steer(self, run: DemoRun, body: Json) -> tuple[int, Json]:
-        """Take words for a running run."""
-        if run.state != "running":
-            return 409, demo_error("Run is not currently accepting steer input", "run_not_accepting_steer")
-        run.handed.append(said_last(str(body.get("input"))))
-        self.emit(run, "run.steered", accepted=True)
-        return 200, {"object": "hermes.run.steer", "run_id": run.status["run_id"], "accepted": True}
-
-    def stop(self, run: DemoRun, body: Json) -> tuple[int, Json]:
-        """Ask a run to stop; its scene sees to it."""
-        if run.state not in FINISH_REASONS:
-            run.pending, run.status["status"] = "", "stopping"
-            self.changed.notify_all()
-        return 200, {"run_id": run.status["run_id"], "status": run.state}
 
 
 def demo_error(message: str, code: str) -> Json:
@@ -3478,61 +3471,50 @@ class DemoHandler(BaseHTTPRequestHandler):
 
     def serve(self) -> None:
         """Answer one request, whose client may have gone meanwhile."""
+        length = int(self.headers.get("Content-Length") or 0)
+        body: Json = json.loads(self.rfile.read(length)) if length else {}
         with contextlib.suppress(*CLIENT_GONE):
-            self.answer()
+            if self.headers.get("Authorization") != f"Bearer {self.server.key}":
+                self.send(401, demo_error("Invalid API key", "gateway_auth_failed"))
+            elif match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path):
+                self.send_events(self.server.find(match[1]))
+            else:
+                with self.server.changed:
+                    status, answer = self.respond(body)
+                self.send(status, answer)
 
     do_GET = do_POST = do_DELETE = serve
 
-    def answer(self) -> None:
-        """Check the key, then find what is asked for."""
-        key = self.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(key, f"Bearer {self.server.key}".encode()):
-            self.reply(401, demo_error("Invalid API key", "gateway_auth_failed"))
-            return
-        length = int(self.headers.get("Content-Length") or 0)
-        body: Json = json.loads(self.rfile.read(length)) if length else {}
-        if (self.command, self.path) == ("GET", "/v1/capabilities"):
+    def respond(self, body: Json) -> tuple[int, Json]:
+        """The answer to anything but a stream. The caller holds the lock."""
+        if self.path == "/v1/capabilities":
             features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
-            self.reply(200, {"object": "hermes.api_server.capabilities", "features": features})
-        elif (self.command, self.path) == ("POST", "/v1/runs"):
-            self.reply(
-                202, self.server.start(body, self.headers.get("Idempotency-Key") or secrets.token_hex(8))
-            )
-        else:
-            self.serve_run(body)
+            return 200, {"object": "hermes.api_server.capabilities", "features": features}
+        if (self.command, self.path) == ("POST", "/v1/runs"):
+            return 202, self.server.start(body, self.headers.get("Idempotency-Key", ""))
+        match = re.fullmatch(r"/v1/runs/(\w+)(?:/(stop|steer|approval))?", self.path)
+        run = self.server.find(match[1]) if match else None
+        if not match or not run:
+            return 404, demo_error("Not found", "run_not_found")
+        takes = {"stop": run.take_stop, "steer": run.take_words, "approval": run.take_answer}
+        return takes[match[2]](body) if match[2] else (200, dict(run.status))
 
-    def serve_run(self, body: Json) -> None:
-        """Answer a request about one run; there is nothing else to ask about."""
-        match = re.fullmatch(r"/v1/runs/(\w+)(?:/(\w+))?", self.path)
-        acts = {"stop": self.server.stop, "steer": self.server.steer, "approval": self.server.answer}
-        with self.server.changed:
-            run = self.server.runs.get(match[1]) if match else None
-            act = acts.get(match[2] or "") if match and self.command == "POST" else None
-            status, answer = (404, demo_error("Not found", "run_not_found"))
-            if run and act:
-                status, answer = act(run, body)
-            elif run and match and match[2] is None:
-                status, answer = 200, dict(run.status)
-        if run and match and match[2] == "events":
-            self.send_events(run)
-        else:
-            self.reply(status, answer)
-
-    def send_events(self, run: DemoRun) -> None:
+    def send_events(self, run: DemoRun | None) -> None:
         """Send a run's events from the first one on, until its end or the client's."""
-        sent = 0
+        if run is None:
+            self.send(404, demo_error("Not found", "run_not_found"))
+            return
         self.send_head(200, "text/event-stream")
         self.wfile.write(b": open\n\n")
-        while True:
-            events, ended = self.server.events_after(run, sent)
+        sent, over = 0, False
+        while not over:
+            events, over = run.events_after(sent)
             frames = "".join(f"id: {event['seq']}\ndata: {json.dumps(event)}\n\n" for event in events)
             self.wfile.write(frames.encode() or b": keepalive\n\n")
             sent += len(events)
-            if ended:
-                self.wfile.write(b": stream closed\n\n")
-                return
+        self.wfile.write(b": stream closed\n\n")
 
-    def reply(self, status: int, body: Json) -> None:
+    def send(self, status: int, body: Json) -> None:
         """Send a JSON answer."""
         self.send_head(status, "application/json; charset=utf-8")
         self.wfile.write(json.dumps(body).encode())
