@@ -1,6 +1,6 @@
 // In a demo: the far end of the call. It takes the page's offer and behaves as the voice
-// model does, in this page and without a network: words come one by one, work is delegated,
-// appends are placed and spoken. It speaks with a voice of this device, if it has one.
+// model does, and nothing leaves this page: words come one by one, work is delegated, appends
+// are placed and spoken. It speaks with a voice of this device, if it has one.
 //
 // The page plays and measures the sound of the connection. That is a tone here, sent while
 // the voice speaks and played at no volume, so that the meter hears what the user hears.
@@ -51,16 +51,6 @@ export function deltas(text) {
   return (text.match(/\S+/g) ?? []).map((word) => ` ${word}`);
 }
 
-/**
- * A description whose candidates need no network: a name of the local network cannot be
- * looked up without one, but its port is open on loopback too.
- * @param {string} sdp
- */
-export function withLoopback(sdp) {
-  const named = /^a=candidate:(\S+ \d+ udp \d+) \S+\.local (.*)\r\n/gim;
-  return sdp.replace(named, (line, head, rest) => `${line}a=candidate:1${head} 127.0.0.1 ${rest}\r\n`);
-}
-
 /** Speaks on this device, and tells when it is done. */
 class Speaker {
   #audio;
@@ -69,6 +59,8 @@ class Speaker {
   /** @param {HTMLAudioElement} audio */
   constructor(audio) {
     this.#audio = audio;
+    globalThis.speechSynthesis?.getVoices(); // the first call only has them loaded
+    addEventListener("pagehide", () => this.stop());
   }
 
   /** Resolves when it is said, or was stopped. @param {string} text @returns {Promise<void>} */
@@ -115,7 +107,7 @@ export class Demo {
   async answer(offer) {
     this.#line?.close();
     const line = (this.#line = new Line(this.#speaker, (this.#context ??= new AudioContext())));
-    return withLoopback(await line.accept(withLoopback(offer)));
+    return line.accept(offer);
   }
 
   /** The user says a sentence. @param {string} text */

@@ -28,6 +28,8 @@ const INSECURE =
   "http://localhost on the machine itself; forward a port, with ssh -L 8790:localhost:8790 and the server's name, and open " +
   "http://localhost:8790 here; or put HTTPS in front, with a reverse proxy or tailscale serve.";
 
+const NO_NETWORK = "The browser found no network to hold the call over. Connect this computer to one, then start the call again.";
+
 export class Session {
   /** @type {RTCPeerConnection | null} */ #peer = null;
   /** @type {RTCDataChannel | null} */ #channel = null;
@@ -73,8 +75,10 @@ export class Session {
     peer.addEventListener("connectionstatechange", () => this.#report(peer.connectionState));
     await peer.setLocalDescription(await peer.createOffer());
     await gathered(peer);
+    const offer = peer.localDescription?.sdp ?? "";
+    if (!/^a=candidate:/m.test(offer)) throw new CallError(NO_NETWORK);
     // The text goes out as it is: the service refuses an offer without its last line end.
-    const answer = await exchange(peer.localDescription?.sdp ?? "");
+    const answer = await exchange(offer);
     if (this.#closed) return;
     try {
       await peer.setRemoteDescription({ type: "answer", sdp: answer });

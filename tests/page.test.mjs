@@ -1164,14 +1164,6 @@ describe("the demo's voice", () => {
     assert.deepEqual(demo.deltas(" "), []);
   });
 
-  test("a candidate by name gets a twin on loopback, with its port", () => {
-    const named = "a=candidate:7 1 udp 2113937151 5fd0.local 40123 typ host generation 0\r\n";
-    const plain = "a=candidate:8 1 udp 2113937151 192.0.2.1 40124 typ host generation 0\r\n";
-
-    const twin = "a=candidate:17 1 udp 2113937151 127.0.0.1 40123 typ host generation 0\r\n";
-    assert.equal(demo.withLoopback(`v=0\r\n${named}${plain}`), `v=0\r\n${named}${twin}${plain}`);
-  });
-
   test("every sentence on offer is understood", () => {
     for (const sentence of demo.SENTENCES) assert.ok(["delegate", "answer"].includes(demo.decide(sentence, true).kind));
   });
