@@ -439,7 +439,7 @@ window.SpeechSynthesisUtterance = class extends EventTarget {
   constructor(text) { super(); this.text = text; }
 };
 Object.defineProperty(window, "speechSynthesis", { value: {
-  getVoices: () => [voice("far", false, "en-US"), voice("other", true, "de-DE"), voice("near", true, "en-GB")],
+  getVoices: () => [voice("far", false, "en-US"), voice("other", true, "de"), voice("near", true, "en-GB")],
   speak: (utterance) => {
     spoken.push(`${utterance.voice.name}: ${utterance.text}`);
     if (!utterance.text.startsWith("The disk")) utterance.dispatchEvent(new Event("end"));

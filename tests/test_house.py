@@ -288,6 +288,13 @@ def test_the_data_channel_allows_what_wire_sends_and_no_more():
     assert sent == set(CLIENT_EVENTS)
 
 
+def test_the_demos_voice_knows_no_other_events():
+    named = set(re.findall(r'"(session\.[\w.]+)"', SCRIPTS["demo.js"]))
+
+    assert {"session.started", "session.delegation.created"} <= named
+    assert named <= {*SERVER_EVENTS, *CLIENT_EVENTS}
+
+
 @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, *_ in ROUTES])
 def test_every_route_is_in_the_readme(method, path):
     assert re.search(rf"\b{method} {re.escape(path)}(?![\w/])", README)
