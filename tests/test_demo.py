@@ -372,7 +372,7 @@ class Visit:
 
 
 def test_a_demo_from_ask_to_hang_up(visit):
-    expect(visit.demo).to_contain_text("Demo: no keys, and nothing leaves this computer.")
+    expect(visit.demo).to_contain_text("Demo: no keys, no services.")
     expect(visit.demo.get_by_role("button", name="Stop", exact=True)).to_be_disabled()
     visit.start()
 
