@@ -23,6 +23,7 @@ import { describe, test } from "node:test";
 import * as call from "../static/call.js";
 import * as demo from "../static/demo.js";
 import { parse } from "../static/markdown.js";
+import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
 import * as transcript from "../static/transcript.js";
 import * as wire from "../static/wire.js";
@@ -709,6 +710,14 @@ describe("transcript.js", () => {
     assert.equal(after, before);
   });
 
+  test("another session may give out the same ids", () => {
+    const before = said(["user", "Yes.", 0, 200, "e1"]);
+
+    const after = transcript.add(before, { speaker: "user", text: "No.", startMs: 0, endMs: 200, id: "e1" }, 2, 5);
+
+    assert.deepEqual(texts(after.lines), ["user: Yes.", "user: No."]);
+  });
+
   test("fragments without an id, or with another one, are all kept", () => {
     const { lines } = said(["user", "no", 0, 200], ["user", " no", 0, 200], ["user", " no", 0, 200, "e1"], ["user", " no", 0, 200, "e2"]);
 
@@ -1167,4 +1176,34 @@ describe("the demo's voice", () => {
   test("every sentence on offer is understood", () => {
     for (const sentence of demo.SENTENCES) assert.ok(["delegate", "answer"].includes(demo.decide(sentence, true).kind));
   });
+});
+
+// ---- settings.js
+
+describe("settings.js", () => {
+  const VOICES = ["marin", "sage"];
+  const NOTHING = { voice: "", microphone: "", speaker: "", progress: "normal" };
+
+  test("what was chosen is read back", () => {
+    const chosen = { voice: "sage", microphone: "m", speaker: "s", progress: "quiet" };
+
+    assert.deepEqual(readSettings(JSON.stringify(chosen), VOICES), chosen);
+  });
+
+  test("one choice that makes no sense takes no other with it", () => {
+    const stored = JSON.stringify({ voice: "nobody", microphone: "m", more: 1 });
+
+    assert.deepEqual(readSettings(stored, VOICES), { ...NOTHING, microphone: "m" });
+  });
+
+  const senseless = [
+    null, "", "no json", "null", "7", "[]", '"voice"', "{}", '{"voice": "nobody"}', '{"progress": "loud"}',
+    '{"voice": ["sage"], "microphone": 7, "speaker": {}, "progress": null}', '{"__proto__": {"voice": "sage"}}',
+    JSON.stringify({ microphone: "x".repeat(501) }), JSON.stringify({ voice: "sage", more: "x".repeat(4000) }),
+  ];
+  for (const stored of senseless) {
+    test(`nothing is read from ${String(stored).slice(0, 60)}`, () => {
+      assert.deepEqual(readSettings(stored, VOICES), NOTHING);
+    });
+  }
 });

@@ -282,6 +282,14 @@ def test_a_demo_with_keys_or_for_others_is_refused(tmp_path, flags, problem):
     assert [found.partition(";")[0] for found in refused.value.problems] == [problem]
 
 
+@pytest.mark.parametrize("flag", ["--check", "--pair"])
+def test_a_demo_is_neither_checked_nor_paired(capsys, flag):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--demo", flag])
+
+    assert "--demo goes neither with" in capsys.readouterr().err
+
+
 def test_a_demo_leaves_the_machines_hermes_alone(tmp_path, monkeypatch):
     home = tmp_path / ".hermes"
     home.mkdir()
