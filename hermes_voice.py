@@ -23,6 +23,7 @@ Each section uses only what stands above it:
     upstream   the only code that opens a connection outwards
     handlers   the App, the run's worker, one function per route
     server     the gate, the route table, the HTTP adapter, the page's files
+    demo       a stand-in for Hermes, for a try without keys
     command    flags, --check, signals, main
 
 Live API: https://developers.openai.com/api/docs/guides/live
@@ -2348,7 +2349,7 @@ class App:
         self,
         config: Config,
         access: str | None,
-        openai: OpenAI,
+        openai: OpenAI | None,
         hermes: Hermes,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -2356,7 +2357,7 @@ class App:
     ) -> None:
         self.config = config
         self.access = access
-        self.openai = openai
+        self.openai = openai  # None in a demo, where the voice is in the page
         self.hermes = hermes
         self.journal = journal or Journal(None)
         self.clock = clock
@@ -2422,6 +2423,7 @@ class App:
 
 def post_session(app: App, request: Request) -> Reply:
     """Open a Live session for the page's offer. The newest start wins."""
+    openai = voice_service(app)
     sdp = text_of(request.body, "sdp", SDP_LIMIT)
     if not sdp.startswith("v=0") or "m=audio" not in sdp:
         raise BadRequest("'sdp' must be an offer with an audio track.")
@@ -2431,7 +2433,7 @@ def post_session(app: App, request: Request) -> Reply:
     session = session_settings(app.config, request.body, stored)
     with app.changed:
         number = next_start(app)
-    session_id, answer = app.openai.open_session(session, sdp)
+    session_id, answer = openai.open_session(session, sdp)
     with app.changed:
         late = number != app.start_number or request.gone()
         ended = session_id if late else app.live_session
@@ -2443,6 +2445,14 @@ def post_session(app: App, request: Request) -> Reply:
     if late:
         raise Conflict("Another start of the call took over.", code="superseded")
     return Reply({"session_id": session_id, "sdp": answer}, lost=lambda: hang_up(app, session_id))
+
+
+def voice_service(app: App) -> OpenAI:
+    """Where sessions are opened and closed. Raise Conflict in a demo, which has none."""
+    if app.openai is None:
+        message = "This is a demo: its voice is in the page. Start without --demo for a call over OpenAI."
+        raise Conflict(message, code="demo")
+    return app.openai
 
 
 def next_start(app: App) -> int:
@@ -2493,7 +2503,7 @@ def hang_up(app: App, session_id: str) -> None:
         if app.live_session == session_id:
             app.live_session = ""
     try:
-        app.openai.hang_up(session_id)
+        voice_service(app).hang_up(session_id)
         log_event("session.closed", session=session_id)
     except UpstreamError as error:
         log_event("session.unclosed", logging.WARNING, session=session_id, detail=error.detail)
@@ -3041,6 +3051,7 @@ def get_config(app: App, request: Request) -> Reply:
             "glossary": [term.term for term in config.glossary],
             "idle_seconds": config.idle_seconds,
             "stop_phrases": list(config.stop_phrases),
+            "demo": app.openai is None,
         }
     )
 
@@ -3522,6 +3533,288 @@ def error_reply(error: VoiceError) -> Reply:
     return Reply({"error": {"code": error.code, "message": error.message}}, error.status)
 
 
+# ---- demo --------------------------------------------------------------------
+#
+# A stand-in for Hermes, for a try without keys. It speaks the part of Hermes's run API that
+# `Hermes` uses, on a port of its own, so that all the rest is the real thing. Its agent is a
+# table: it runs nothing, reads nothing, and knows only the scenes below.
+
+DEMO_KEEPALIVE = 30  # seconds of silence on a stream, as in Hermes
+
+# The words that pick a scene, and its steps: methods of DemoRun with their arguments.
+SCENES: list[tuple[str, list[tuple[Any, ...]]]] = [
+    ("disk disks space usage storage", [
+        ("use", "terminal", "df -h /srv", 1.5),
+        ("tell", "The disk is eighty-two percent full, with ninety gigabytes free. Old snapshots take the"
+         " most room; you could ask me to delete them.\n---\n| What | Size |\n|---|---:|\n"
+         "| Snapshots | 212 GB |\n| Photos | 164 GB |\n| Everything else | 34 GB |"),
+    ]),
+    ("delete remove snapshots snapshot clean", [
+        ("say", "I am looking for snapshots from last year."),
+        ("use", "search_files", "/srv/snapshots/2025-*", 1.5),
+        ("ask", "terminal", "rm -rf /srv/snapshots/2025-*", "delete files for good",
+         "I have left the snapshots alone, because that was not allowed."),
+        ("tell", "I deleted eleven snapshots from last year. That freed a hundred and forty gigabytes."),
+    ]),
+    ("compare backup backups plan plans", [
+        ("say", "I am reading what each plan costs and keeps."),
+        ("use", "web_search", "backup plans prices", 3),
+        ("use", "web_extract", "prices per terabyte", 3),
+        ("say", "I am working out the cost of your four hundred gigabytes."),
+        ("use", "execute_code", "cost per month and plan", 4),
+        ("tell", "A second disk at home is the cheapest, and a storage box survives when your house does"
+         " not. I would take both. The comparison is on your screen, with the commands to begin.\n---\n"
+         "### Plans for 410 GB\n\n| Plan | A month | Keeps | Outside the house |\n|---|---:|---|---|\n"
+         "| Second disk | 0.80 € | 90 days | no |\n| Storage box | 3.90 € | 30 days | yes |\n"
+         "| Object storage | 5.30 € | for ever | yes |\n\n"
+         "```sh\nrestic -r /mnt/second init\nrestic -r /mnt/second backup /srv/photos\n```"),
+    ]),
+    ("log logs long slow", [
+        ("say", "I am going through the logs of the week, which takes a while."),
+        *[("use", "read_file", f"/var/log/syslog.{day}", 5) for day in range(1, 6)],
+        ("tell", "The logs of the week are quiet: two failed logins on Tuesday, and nothing else."),
+    ]),
+    ("fail fails failure error broken", [
+        ("use", "terminal", "systemctl restart backup", 1.5),
+        ("fail", "HTTP 503: the language model is overloaded"),
+    ]),
+]  # fmt: skip
+DEMO_HELP = [
+    ("tell", "This is a demo, and I am a short script in Hermes's place. Ask me for the disk usage, to"
+     " delete old snapshots, to compare backup plans, to look through the logs, or to try what fails."),
+]  # fmt: skip
+
+
+def said_last(asked: str) -> str:
+    """The user's newest line of a request."""
+    return str((re.findall(rf"^{SPEAKERS['user']}: (.*)", asked, re.M) or [asked])[-1])
+
+
+def pick_scene(asked: str) -> list[tuple[Any, ...]]:
+    """The scene that has most of the words the user said last."""
+    said = set(re.findall(r"\w+", said_last(asked).casefold()))
+    hits = [len(said & set(words.split())) for words, _ in SCENES]
+    return SCENES[hits.index(max(hits))][1] if any(hits) else DEMO_HELP
+
+
+class DemoRun:
+    """One run. Callers hold the lock, but for `work` and `events_after`."""
+
+    def __init__(self, hermes: DemoHermes, run_id: str, body: Json) -> None:
+        self.hermes = hermes
+        self.asked = str(body.get("input"))
+        self.status: Json = {"object": "hermes.run", "run_id": run_id, "status": "running"}
+        self.events: list[Json] = []
+        self.handed: list[str] = []  # words that it has not read
+        self.read: list[str] = []
+        self.pending, self.choice = "", ""  # the question that waits, and the answer to it
+
+    def is_in(self, *states: str) -> bool:
+        """Whether it is in one of these states, of which Hermes has more than we use."""
+        return self.status["status"] in states
+
+    def wait(self, seconds: float, wake: Callable[[], object] = lambda: False) -> None:
+        """Let the lock go for a time, until a stop or until `wake` says so."""
+        self.hermes.changed.wait_for(lambda: self.is_in("stopping") or wake(), seconds)
+
+    def emit(self, name: str, **fields: object) -> None:
+        """Append an event."""
+        told = {"event": name, "run_id": self.status["run_id"], "timestamp": time.time()}
+        self.events.append({**told, **fields, "seq": len(self.events)})
+        self.hermes.changed.notify_all()
+
+    def work(self) -> None:
+        """Play the scene to its end."""
+        with self.hermes.changed:
+            self.wait(0.5 * self.hermes.pace)
+            for kind, *step in pick_scene(self.asked):
+                if self.is_in("stopping"):
+                    self.end("cancelled", turn_exit_reason="interrupted_by_user")
+                if self.is_in(*FINISH_REASONS):
+                    return
+                getattr(self, kind)(*step)
+
+    def say(self, text: str) -> None:
+        """Tell what it is doing."""
+        self.emit("message.interim", text=text, already_streamed=False)
+
+    def use(self, tool: str, preview: str, seconds: float) -> None:
+        """Use a tool for a time. After it the words that were handed over are read."""
+        self.emit("tool.started", tool=tool, preview=preview)
+        self.wait(seconds * self.hermes.pace)
+        self.put_down(tool, seconds, self.is_in("stopping"))
+
+    def put_down(self, tool: str, seconds: float, failed: bool) -> None:
+        """End a tool call."""
+        self.emit("tool.completed", tool=tool, duration=seconds, error=failed, preview="")
+        self.read, self.handed = self.read + self.handed, []
+
+    def ask(self, tool: str, command: str, about: str, otherwise: str) -> None:
+        """Ask for an approval and wait for it; without it the scene ends otherwise."""
+        self.emit("tool.started", tool=tool, preview=command)
+        self.pending, self.choice = secrets.token_hex(16), "deny"
+        question = {"command": command, "description": about, "request_id": self.pending}
+        self.status |= {"status": "waiting_for_approval", "approval": question}
+        self.emit("approval.request", **question, choices=[*CHOICES])
+        self.wait(self.hermes.approval_seconds, lambda: not self.pending)
+        self.pending = ""
+        self.put_down(tool, 0.1, self.choice == "deny")
+        if not self.is_in("stopping"):
+            self.status["status"] = "running"
+            if self.choice == "deny":
+                self.tell(otherwise)
+
+    def tell(self, output: str) -> None:
+        """Answer the request, and what was said meanwhile."""
+        also = f"You also said: {' '.join(self.read)} " if self.read else ""
+        unread = {"pending_steer": "\n".join(self.handed)} if self.handed else {}
+        self.end("completed", output=also + output, **unread)
+
+    def fail(self, error: str) -> None:
+        """End as a run whose model cannot be used."""
+        self.end("failed", error=error)
+
+    def end(self, state: str, **fields: object) -> None:
+        """Reach a final state and say so."""
+        fields |= {"completed": state == "completed", "partial": False, "interrupted": state == "cancelled"}
+        self.status |= {"status": state, **fields}
+        self.emit(f"run.{state}", **fields)
+
+    def events_after(self, number: int) -> tuple[list[Json], bool]:
+        """Wait for events, or the time of a keepalive. Return them, and whether it is over."""
+        with self.hermes.changed:
+            self.hermes.changed.wait_for(lambda: len(self.events) > number, DEMO_KEEPALIVE)
+            return self.events[number:], self.is_in(*FINISH_REASONS)
+
+    def take_answer(self, body: Json) -> tuple[int, Json]:
+        """Take an answer, for the question that it names if it names one."""
+        choice, meant = body.get("choice"), body.get("request_id")
+        if not self.pending or meant not in (None, self.pending) or choice not in CHOICES:
+            return 409, demo_error("Run has no pending approval", "approval_not_pending")
+        self.pending, self.choice = "", choice
+        told = {"choice": choice, **({"request_id": meant} if meant else {}), "resolved": 1}
+        self.emit("approval.responded", **told)
+        return 200, {"object": "hermes.run.approval_response", "run_id": self.status["run_id"], **told}
+
+    def take_words(self, body: Json) -> tuple[int, Json]:
+        """Take words while it runs."""
+        if not self.is_in("running"):
+            return 409, demo_error("Run is not currently accepting steer input", "run_not_accepting_steer")
+        self.handed.append(said_last(str(body.get("input"))))
+        self.emit("run.steered", accepted=True)
+        return 200, {"object": "hermes.run.steer", "run_id": self.status["run_id"], "accepted": True}
+
+    def take_stop(self, body: Json) -> tuple[int, Json]:
+        """Let it stop; the scene sees to it."""
+        if not self.is_in(*FINISH_REASONS):
+            self.pending, self.status["status"] = "", "stopping"
+            self.hermes.changed.notify_all()
+        return 200, {"run_id": self.status["run_id"], "status": self.status["status"]}
+
+
+class DemoHermes(ThreadingHTTPServer):
+    """The stand-in, listening on loopback. `pace` stretches its work: 1 is for people."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, pace: float = 1, approval_seconds: float = APPROVAL_SECONDS[True]) -> None:
+        super().__init__(("127.0.0.1", 0), DemoHandler)
+        self.url, self.key = f"http://127.0.0.1:{self.server_port}", secrets.token_hex(24)
+        self.pace, self.approval_seconds = pace, approval_seconds
+        self.changed = threading.Condition()  # guards the runs
+        self.runs: OrderedDict[str, tuple[str, DemoRun]] = OrderedDict()  # by id, with their keys
+        in_background(self.serve_forever, 0.05)
+
+    def find(self, run_id: str) -> DemoRun | None:
+        """The run of an id."""
+        return self.runs[run_id][1] if run_id in self.runs else None
+
+    def start(self, body: Json, key: str) -> Json:
+        """Start a run, or find the one that this key has started."""
+        for known, run in self.runs.values():
+            if known == key:
+                return {"run_id": run.status["run_id"], "status": run.status["status"], "replayed": True}
+        run_id = f"run_{secrets.token_hex(16)}"
+        run = DemoRun(self, run_id, body)
+        self.runs[run_id] = key, run
+        if len(self.runs) > RUNS_LIMIT:
+            self.runs.popitem(last=False)
+        in_background(run.work)
+        return {"run_id": run_id, "status": "started", "replayed": False}
+
+
+def demo_error(message: str, code: str) -> Json:
+    """An error in Hermes's words."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+class DemoHandler(BaseHTTPRequestHandler):
+    """The stand-in's side of HTTP. Its only client is this process."""
+
+    server: DemoHermes
+    timeout = REQUEST_SECONDS  # seconds for each read and write
+
+    def serve(self) -> None:
+        """Answer one request, whose client may have gone meanwhile."""
+        length = int(self.headers.get("Content-Length") or 0)
+        body: Json = json.loads(self.rfile.read(length)) if length else {}
+        with contextlib.suppress(*CLIENT_GONE):
+            if self.headers.get("Authorization") != f"Bearer {self.server.key}":
+                self.send(401, demo_error("Invalid API key", "gateway_auth_failed"))
+            elif match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path):
+                self.send_events(self.server.find(match[1]))
+            else:
+                with self.server.changed:
+                    status, answer = self.respond(body)
+                self.send(status, answer)
+
+    do_GET = do_POST = do_DELETE = serve
+
+    def respond(self, body: Json) -> tuple[int, Json]:
+        """The answer to anything but a stream. The caller holds the lock."""
+        if self.path == "/v1/capabilities":
+            features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
+            return 200, {"object": "hermes.api_server.capabilities", "features": features}
+        if (self.command, self.path) == ("POST", "/v1/runs"):
+            return 202, self.server.start(body, self.headers.get("Idempotency-Key", ""))
+        match = re.fullmatch(r"/v1/runs/(\w+)(?:/(stop|steer|approval))?", self.path)
+        run = self.server.find(match[1]) if match else None
+        if not match or not run:
+            return 404, demo_error("Not found", "run_not_found")
+        takes = {"stop": run.take_stop, "steer": run.take_words, "approval": run.take_answer}
+        return takes[match[2]](body) if match[2] else (200, dict(run.status))
+
+    def send_events(self, run: DemoRun | None) -> None:
+        """Send a run's events from the first one on, until its end or the client's."""
+        if run is None:
+            self.send(404, demo_error("Not found", "run_not_found"))
+            return
+        self.send_head(200, "text/event-stream")
+        self.wfile.write(b": open\n\n")
+        sent, over = 0, False
+        while not over:
+            events, over = run.events_after(sent)
+            frames = "".join(f"id: {event['seq']}\ndata: {json.dumps(event)}\n\n" for event in events)
+            self.wfile.write(frames.encode() or b": keepalive\n\n")
+            sent += len(events)
+        self.wfile.write(b": stream closed\n\n")
+
+    def send(self, status: int, body: Json) -> None:
+        """Send a JSON answer."""
+        self.send_head(status, "application/json; charset=utf-8")
+        self.wfile.write(json.dumps(body).encode())
+
+    def send_head(self, status: int, media_type: str) -> None:
+        """Write the status line and the headers; the body ends with the connection."""
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Only log_event writes."""
+
+
 # ---- command -----------------------------------------------------------------
 
 SHUTDOWN_SECONDS = 3  # for streams to write their last line
@@ -3560,6 +3853,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where the journal lies, or: none; default: systemd's or ~/.local/state",
     )
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
+    add("--demo", action="store_true", help="try it without keys: the voice and Hermes are stand-ins")
     add("--check", action="store_true", help="say what is right, what is wrong and what to do, and end")
     add("--json", action="store_true", help="with --check: the same for programs")
     add("--pair", nargs="?", const="", metavar="URL", help="print a link that lets a device in, and end")
@@ -3567,6 +3861,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.json and not args.check:
         parser.error("--json goes with --check")
+    if args.demo and (args.check or args.pair is not None):
+        parser.error("--demo goes neither with --check nor with --pair")
     return args
 
 
@@ -3620,6 +3916,24 @@ def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Jo
         raise unusable_journal(folder, error) from None
 
 
+def check_demo(args: argparse.Namespace, host: str) -> list[str]:
+    """The problems of a demo's flags: it has nobody to show a key to, and one visitor."""
+    services = {
+        "--hermes-url": args.hermes_url != DEFAULT_HERMES_URL,
+        "--hermes-key-file": args.hermes_key_file,
+        "--openai-base-url": args.openai_base_url != DEFAULT_OPENAI_URL,
+        "--openai-key-file": args.openai_key_file,
+    }
+    problems = [
+        f"{flag}: a demo uses no service and no key; leave out this, or --demo"
+        for flag in services
+        if services[flag]
+    ]
+    if not is_loopback(host):
+        problems.append(f"--listen {args.listen}: a demo is for this machine only; give 127.0.0.1")
+    return problems
+
+
 def find_certificate(chain: Path | None, key: Path | None) -> Certificate | None:
     """The certificate of the flags, if they name one. Raise ConfigError."""
     if chain is None and key is not None:
@@ -3654,8 +3968,12 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
     host, port = attempt(lambda: parse_listen(args.listen), ("127.0.0.1", 0))
     problems += check_url(args.hermes_url, "--hermes-url")
     problems += check_url(args.openai_base_url, "--openai-base-url")
-    openai_key = attempt(lambda: secret_of("openai-key", args, environ), "")
-    hermes_key = attempt(lambda: secret_of("hermes-key", args, environ), "")
+    openai_key = hermes_key = ""
+    if args.demo:
+        problems += check_demo(args, host)
+    else:
+        openai_key = attempt(lambda: secret_of("openai-key", args, environ), "")
+        hermes_key = attempt(lambda: secret_of("hermes-key", args, environ), "")
     access = attempt(lambda: secret_of("access-token", args, environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
     certificate = attempt(lambda: find_certificate(args.tls_cert, args.tls_key), None)
@@ -3670,8 +3988,12 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     """The server, listening, and the warnings. Raise ConfigError with every problem."""
     settings = read_settings(args, environ)
     keys = settings.secrets
-    openai, hermes = OpenAI(args.openai_base_url, keys.openai), Hermes(args.hermes_url, keys.hermes)
-    journal = open_journal(args.state, settings.config.history_days, environ)
+    journal = open_journal(
+        args.state or ("none" if args.demo else None), settings.config.history_days, environ
+    )
+    demo = DemoHermes() if args.demo else None
+    openai = None if demo else OpenAI(args.openai_base_url, keys.openai)
+    hermes = Hermes(demo.url, demo.key) if demo else Hermes(args.hermes_url, keys.hermes)
     app = App(settings.config, keys.access, openai, hermes, journal)
     try:
         server = Server(settings.address, app, settings.page, certificate=settings.certificate)
@@ -3696,8 +4018,9 @@ def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str])
             log_event("reload.refused", logging.WARNING, kept="the old settings", problem=problem)
     else:
         # A request under way ends with the upstream, and so the key, that it began with.
-        app.openai = OpenAI(args.openai_base_url, keys.openai)
-        app.hermes = Hermes(args.hermes_url, keys.hermes)
+        if not args.demo:
+            app.openai = OpenAI(args.openai_base_url, keys.openai)
+            app.hermes = Hermes(args.hermes_url, keys.hermes)
         app.config, app.access = settings.config, keys.access
         server.page, server.certificate = settings.page, settings.certificate
         server.names = {settings.address[0].lower(), *settings.config.public_hosts}

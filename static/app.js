@@ -20,6 +20,8 @@ let current = null;
 const streams = new Map();
 /** @type {WakeLockSentinel | null} */
 let wakeLock = null;
+/** @type {import("./demo.js").Demo | null} */
+let demo = null;
 
 const known = localStorage.getItem("conversation");
 let conversation = known ?? newId();
@@ -87,10 +89,12 @@ async function open(attempt, history) {
   current = { attempt, session };
   try {
     await session.open(async (sdp) => {
-      const { session_id, sdp: answer } = await api.post("session", { sdp, conversation, history, voice: settings.voice || undefined });
+      const { session_id, sdp: answer } = demo
+        ? { session_id: null, sdp: await demo.answer(sdp) }
+        : await api.post("session", { sdp, conversation, history, voice: settings.voice || undefined });
       dispatch({ type: "opened", attempt, sessionId: session_id });
       return answer;
-    }, state.muted, settings);
+    }, state.muted, settings, demo?.microphone);
   } catch (error) {
     dispatch({ type: "failed", attempt, message: explained(error).message });
   }
@@ -227,6 +231,13 @@ function switchTo(id) {
   location.reload();
 }
 
+/** The voice model's place is taken by a part of this page. */
+async function beginDemo() {
+  const { Demo, SENTENCES } = await import("./demo.js");
+  const made = (demo ??= new Demo(view.voice));
+  view.showDemo(SENTENCES, (text) => made.hear(text));
+}
+
 /** @param {boolean} [anew] only if they are shown already */
 async function showSettings(anew = false) {
   const devices = await findDevices();
@@ -277,6 +288,7 @@ async function begin(why) {
   try {
     const config = await api.get("config");
     view.hideTokenEntry();
+    if (config.demo) await beginDemo();
     if (why) dispatch({ type: "notice", level: "error", text: why });
     offered = config;
     settings = readSettings(localStorage.getItem("settings"), config.voices);

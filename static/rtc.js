@@ -28,6 +28,8 @@ const INSECURE =
   "http://localhost on the machine itself; forward a port, with ssh -L 8790:localhost:8790 and the server's name, and open " +
   "http://localhost:8790 here; or use HTTPS, with --tls-cert, a reverse proxy or tailscale serve.";
 
+const NO_NETWORK = "The browser found no network to hold the call over. Connect this computer to one, then start the call again.";
+
 /** @typedef {{id: string, label: string}} Device */
 /** @typedef {{microphone: string, speaker: string}} Chosen ids of devices, empty for the default ones */
 
@@ -83,10 +85,11 @@ export class Session {
    * @param {(sdp: string) => Promise<string>} exchange offer against answer
    * @param {boolean} muted
    * @param {Chosen} chosen
+   * @param {() => Promise<MediaStream>} microphone
    */
-  async open(exchange, muted, chosen) {
+  async open(exchange, muted, chosen, microphone = () => this.#openMicrophone(chosen.microphone)) {
     if (!window.isSecureContext || !navigator.mediaDevices) throw new CallError(INSECURE);
-    this.#microphone = await this.#openMicrophone(chosen.microphone);
+    this.#microphone = await microphone();
     if (this.#closed) return this.#release();
     this.#speaker = chosen.speaker;
     const peer = (this.#peer = new RTCPeerConnection());
@@ -100,8 +103,10 @@ export class Session {
     peer.addEventListener("connectionstatechange", () => this.#report(peer.connectionState));
     await peer.setLocalDescription(await peer.createOffer());
     await gathered(peer);
+    const offer = peer.localDescription?.sdp ?? "";
+    if (!/^a=candidate:/m.test(offer)) throw new CallError(NO_NETWORK);
     // The text goes out as it is: the service refuses an offer without its last line end.
-    const answer = await exchange(peer.localDescription?.sdp ?? "");
+    const answer = await exchange(offer);
     if (this.#closed) return;
     try {
       await peer.setRemoteDescription({ type: "answer", sdp: answer });

@@ -49,6 +49,11 @@ const forgetToken = find("forget-token", HTMLButtonElement);
 const choicesClose = find("choices-close", HTMLButtonElement);
 const compose = find("compose", HTMLFormElement);
 const message = find("message", HTMLTextAreaElement);
+const demo = find("demo", HTMLElement);
+const demoControls = find("demo-controls", HTMLFieldSetElement);
+const demoSentences = find("demo-sentences", HTMLElement);
+const demoSay = find("demo-say", HTMLFormElement);
+const demoWords = find("demo-words", HTMLInputElement);
 
 export const voice = find("voice", HTMLAudioElement);
 
@@ -122,6 +127,27 @@ export function askForToken(why) {
 
 export function hideTokenEntry() {
   entry.hidden = true;
+}
+
+/** In a demo, sentences to say instead of speaking. @param {string[]} sentences @param {(text: string) => void} say */
+export function showDemo(sentences, say) {
+  demoSentences.replaceChildren(...sentences.map((text) => sentenceButton(text, say)));
+  demoSay.onsubmit = (event) => {
+    event.preventDefault();
+    const text = demoWords.value.trim();
+    if (text) say(text);
+    demoWords.value = "";
+  };
+  demo.hidden = false;
+}
+
+/** @param {string} text @param {(text: string) => void} say */
+function sentenceButton(text, say) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = text;
+  button.addEventListener("click", () => say(text));
+  return button;
 }
 
 /**
@@ -220,6 +246,7 @@ export function render(state) {
   stopTask.hidden = !working;
   stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
   compose.hidden = conversations.hidden = settings.hidden = !entry.hidden;
+  demoControls.disabled = state.phase !== "live" || state.muted;
   talksHint.hidden = state.phase === "idle";
   for (const button of talks.querySelectorAll("button")) button.disabled = state.phase !== "idle" && button !== talksClose;
   draw(questions, asked, asking.map((run) => ({ key: run.key, draw: drawOpenQuestion, data: visible(run, state) })));

@@ -24,6 +24,7 @@ PACKAGES = {
     "test_check.py": ("aiortc", "aiohttp"),
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
+    "test_demo.py": ("playwright",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
     "test_figures.py": ("playwright", "aiortc", "aiohttp"),
     "test_hostile.py": ("playwright", "aiortc", "aiohttp"),

@@ -21,6 +21,7 @@ import { readdirSync, readFileSync } from "node:fs";
 import { describe, test } from "node:test";
 
 import * as call from "../static/call.js";
+import * as demo from "../static/demo.js";
 import { parse } from "../static/markdown.js";
 import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
@@ -1141,6 +1142,40 @@ describe("markdown.js", () => {
       }
     });
   }
+});
+
+// ---- the demo's voice
+
+describe("the demo's voice", () => {
+  for (const [text, asking, kind] of [
+    ["What is the disk usage?", false, "delegate"],
+    ["Stop", false, "delegate"],
+    ["Stop", true, "delegate"],
+    ["Hello there", false, "talk"],
+    ["Thank you!", false, "talk"],
+    ["Thanks, and now compare the backup plans for me", false, "delegate"],
+    ["Yes, go ahead", true, "answer"],
+    ["No.", true, "answer"],
+    ["don't", true, "answer"],
+    ["Yes, go ahead", false, "delegate"],
+    ["Notify me of it", true, "delegate"],
+  ]) {
+    test(`${text} ${asking ? "after a question" : ""}: ${kind}`, () => {
+      const decided = demo.decide(text, asking);
+
+      assert.equal(decided.kind, kind);
+      assert.equal(decided.reply === "", kind === "answer");
+    });
+  }
+
+  test("the deltas of a text are its words, as the service sends them", () => {
+    assert.deepEqual(demo.deltas(" What is  this?\n"), [" What", " is", " this?"]);
+    assert.deepEqual(demo.deltas(" "), []);
+  });
+
+  test("every sentence on offer is understood", () => {
+    for (const sentence of demo.SENTENCES) assert.ok(["delegate", "answer"].includes(demo.decide(sentence, true).kind));
+  });
 });
 
 // ---- settings.js

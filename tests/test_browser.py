@@ -169,6 +169,21 @@ def test_plain_http_gets_the_ways_out_and_not_a_denied_permission(browser):
         assert line.live.creates == 0
 
 
+def test_without_a_network_no_session_is_opened(browser):
+    with Line(browser, answering("Yes.")) as line:
+        # Only a relay would do, and there is none: as on a machine without a network.
+        relayed = (
+            "class extends RTCPeerConnection { constructor() { super({ iceTransportPolicy: 'relay' }); } }"
+        )
+        line.page.evaluate(f"() => {{ window.RTCPeerConnection = {relayed}; }}")
+
+        line.button("Start call").click()
+
+        expect(line.log).to_contain_text("found no network", timeout=20_000)
+        expect(line.button("Start call")).to_be_visible()
+        assert line.live.creates == 0
+
+
 def test_mute_keeps_the_audio_here_and_the_track_running(browser):
     with Line(browser, answering("Yes.")) as line:
         session = line.start()

@@ -149,7 +149,7 @@ def test_functions_are_short():
 
 
 def test_what_others_call_says_what_it_does():
-    for section in ("base", "config", "prompts", "core", "upstream", "handlers", "server", "command"):
+    for section in ("base", "config", "prompts", "core", "upstream", "handlers", "server", "demo", "command"):
         for node in SECTIONS[section]:
             inner = [*node.body] if isinstance(node, ast.ClassDef) else []
             for item in [node, *inner]:
@@ -228,7 +228,9 @@ def test_the_policy_allows_nothing_inline_and_nobody_else():
 
 
 def imports(name):
-    return set(re.findall(r"""^(?:import|export)\b[^;]*?["']\./([\w.]+)["'];""", SCRIPTS[name], re.MULTILINE))
+    static = r"""^(?:import|export)\b[^;]*?["']\./([\w.]+)["'];"""
+    dynamic = r"""\bawait import\(["']\./([\w.]+)["']\);"""
+    return {found for form in (static, dynamic) for found in re.findall(form, SCRIPTS[name], re.MULTILINE)}
 
 
 EDGES = {"api.js", "rtc.js", "view.js", "demo.js"} & set(SCRIPTS)
@@ -284,6 +286,13 @@ def test_the_data_channel_allows_what_wire_sends_and_no_more():
         sent |= {stem + one, stem + other}
 
     assert sent == set(CLIENT_EVENTS)
+
+
+def test_the_demos_voice_knows_no_other_events():
+    named = set(re.findall(r'"(session\.[\w.]+)"', SCRIPTS["demo.js"]))
+
+    assert {"session.started", "session.delegation.created"} <= named
+    assert named <= {*SERVER_EVENTS, *CLIENT_EVENTS}
 
 
 @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, *_ in ROUTES])

@@ -787,14 +787,14 @@ def test_the_policy_lets_the_page_speak_to_this_server_only():
 
 def test_a_crash_is_told_without_its_reason(serve, caplog):
     house = serve()
-    house.app.openai = None
+    house.app.openai.open_session = None
 
     answer = house.ask("POST", "/session", CALL)
 
     assert (answer.status, error_of(answer)) == (500, "internal")
     assert b"NoneType" not in answer.data
     assert "request.crashed" in caplog.text
-    assert "AttributeError" in caplog.text
+    assert "TypeError" in caplog.text
 
 
 @pytest.mark.parametrize("path", ["/\x1b[31mred", "/\x07", "/\x7f", "/caf\u00e9\x9b"])
