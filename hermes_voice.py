@@ -2058,9 +2058,15 @@ class Hermes(Upstream):
         answer = self.call(method, path, body, headers)
         if not 200 <= answer.status < 300:
             default = ("hermes_trouble", "Hermes ran into an error. Its log says why.")
-            raise _refused(answer, *HERMES_REFUSALS.get(answer.status, default))
+            error = _refused(answer, *HERMES_REFUSALS.get(answer.status, default))
+            # Its words may quote any command or answer; its code is enough to find them there.
+            log_event("hermes.refused", logging.DEBUG, path=path, detail=error.detail)
+            said = str(answer.error.get("code") or "")
+            error.detail = f"{answer.status} {said if ID.fullmatch(said) else ''}".strip()
+            raise error
         if not answer.body:
-            raise self.garbled(answer.text)
+            log_event("hermes.garbled", logging.DEBUG, path=path, detail=answer.text)
+            raise self.garbled(f"{answer.status} without a JSON object")
         return answer.body
 
     def is_idempotent(self) -> bool:
