@@ -5,6 +5,7 @@ person. What it said stays in `detail`, for the log.
 """
 
 import contextlib
+import logging
 import re
 import socket
 import threading
