@@ -76,9 +76,10 @@ class House:
         proxies=(),
         request_seconds=TIMEOUT,
         connections=CONNECTIONS_MOST,
+        hermes=None,
         **waits,
     ):
-        self.hermes = stack.enter_context(WorkingHermes())
+        self.hermes = stack.enter_context(hermes or WorkingHermes())
         self.openai = stack.enter_context(ScriptedHermes())
         self.app = App(
             Config(public_hosts=hosts, trusted_proxies=tuple(map(ipaddress.ip_network, proxies))),
