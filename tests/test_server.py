@@ -26,6 +26,7 @@ from hermes_voice import (
     BODY_LIMIT,
     CONNECTIONS_MOST,
     LEAVING_MOST,
+    LINGER_LIMIT,
     ROUTES,
     SECURITY_HEADERS,
     SHUTDOWN_SECONDS,
@@ -769,6 +770,18 @@ def test_a_client_that_sends_a_megabyte_sees_why_it_is_refused(house, headers, s
 
     for _ in range(times):
         assert house.ask("POST", "/delegate", body, **headers).status == status
+
+
+def test_a_client_that_sends_without_end_is_hung_up(house):
+    block, sent = b"x" * (1 << 20), 0
+    with house.connect() as connection:
+        connection.request("POST", "/delegate", b"", Content_Length="9" * 12)
+        with contextlib.suppress(ConnectionError):
+            while sent < 2 * LINGER_LIMIT:
+                connection.send(block)
+                sent += len(block)
+
+    assert LINGER_LIMIT // 2 <= sent < 2 * LINGER_LIMIT
 
 
 def test_a_body_that_is_cut_off_does_nothing(house):
