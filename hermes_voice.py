@@ -3368,6 +3368,8 @@ class Handler(BaseHTTPRequestHandler):
         """Gate, route, body, handler."""
         if self.headers.defects:  # what follows a malformed line is taken for the body
             raise BadRequest("The request's headers could not be read.")
+        if re.search(r"[\x00-\x1f\x7f-\xa0]", self.requestline):  # some of it is taken for spaces
+            raise BadRequest("The request's first line holds a control character.")
         path, _, query = self.path.partition("?")
         method = "GET" if self.command == "HEAD" else self.command
         page = self.server.page.get(path)

@@ -270,6 +270,14 @@ def test_half_of_the_descriptors_are_for_connections(files, connections):
     assert connections_for(files) == connections
 
 
+def test_the_readme_tells_the_most():
+    readme = (Path(hermes_voice.__file__).parent / "README.md").read_text()
+
+    assert f"at most {CONNECTIONS_MOST:,} connections" in readme
+    assert WRONG_TOKENS == 10
+    assert "after ten of them `429`" in readme
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "raised"),
     [(256, 1024, 1024), (256, 5000, FILES_WANTED), (5000, 5000, 5000), (64, 64, 64)],

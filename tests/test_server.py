@@ -647,6 +647,11 @@ def test_a_query_is_not_logged(house, caplog):
         ({"Content_Type": "text/plain"}, 415, "wrong_type"),
         ({"Content_Type": "application/x-www-form-urlencoded"}, 415, "wrong_type"),
         ({"Content_Type": "application/jsonx"}, 415, "wrong_type"),
+        ({"Content_Type": "application/json, text/plain"}, 415, "wrong_type"),
+        ({"Content_Type": "text/plain; application/json"}, 415, "wrong_type"),
+        ({"Content_Type": "text/plain\r\nContent-Type: application/json"}, 415, "wrong_type"),
+        ({"Content_Type": "multipart/form-data; boundary=x"}, 400, "bad_request"),
+        ({"Content_Type": "application/json/x"}, 415, "wrong_type"),
         ({"Content_Length": None}, 411, "no_length"),
         ({"Content_Length": "two"}, 411, "no_length"),
         ({"Content_Length": "-2"}, 411, "no_length"),
@@ -866,6 +871,11 @@ TRICKS = [
     "/runs/../updates",
     "/runs/./updates",
     "/runs//updates",
+    "/runs/%61bc/updates",
+    "/runs/abc%00/updates",
+    "/config#x",
+    "HTTP://LOCALHOST/healthz",
+    "localhost:443",
     "/runs/a.b/updates",
     "/runs/a%2Fb/updates",
     "/runs/a/b/updates",
@@ -886,6 +896,13 @@ def test_a_path_is_a_key_and_never_part_of_a_file_name(house, path):
         answer = house.ask(method, path, {} if method == "POST" else None)
         assert (answer.status, error_of(answer)) == (404, "not_found")
     assert house.ask("GET", path, Authorization=None).status == 401
+
+
+@pytest.mark.parametrize("code", [*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA1)])
+def test_a_control_character_in_the_first_line_is_refused(house, code):
+    for line in (f"GET /healthz{chr(code)} HTTP/1.1", f"GET{chr(code)}/healthz HTTP/1.1"):
+        answer = house.raw(f"{line}\r\nHost: localhost\r\n\r\n".encode("latin-1"))
+        assert answer.status in (400, 501), line
 
 
 # ---- every answer ------------------------------------------------------------
@@ -1171,8 +1188,16 @@ def test_a_server_without_descriptors_neither_spins_nor_dies(serve, caplog):
     run = house.hermes.run()
     clients = [socket.socket() for _ in range(3)]
     house.stack.callback(lambda: [client.close() for client in clients])
-    accept, tries = house.server.get_request, queue.SimpleQueue()
-    house.server.get_request = lambda: tries.put(time.monotonic()) or accept()
+    accept, failed = house.server.get_request, queue.SimpleQueue()
+
+    def watched():
+        try:
+            return accept()
+        except OSError:
+            failed.put(time.monotonic())
+            raise
+
+    house.server.get_request = watched
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -1180,7 +1205,7 @@ def test_a_server_without_descriptors_neither_spins_nor_dies(serve, caplog):
     try:
         for client in clients:
             client.connect(("127.0.0.1", house.port))
-        first, _, third = [tries.get(timeout=TIMEOUT) for _ in range(3)]
+        first, _, third = [failed.get(timeout=TIMEOUT) for _ in range(3)]
         run.emit("tool.started", tool="terminal")
         stream.wait("tool")
     finally:
