@@ -23,7 +23,7 @@ Each section uses only what stands above it:
     upstream   the only code that opens a connection outwards
     handlers   the App, the run's worker, one function per route
     server     the gate, the route table, the HTTP adapter, the page's files
-    command    flags, signals, main
+    command    flags, --check, signals, main
 
 Live API: https://developers.openai.com/api/docs/guides/live
 Hermes:   https://github.com/NousResearch/hermes-agent
@@ -32,10 +32,13 @@ Hermes:   https://github.com/NousResearch/hermes-agent
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import difflib
+import email.utils
 import errno
 import hmac
+import html
 import http.client
 import io
 import ipaddress
@@ -55,6 +58,7 @@ import sys
 import sysconfig
 import threading
 import time
+import unicodedata
 import urllib.parse
 import urllib.request
 from collections import OrderedDict, deque
@@ -280,6 +284,8 @@ class Config:
     history_days: int = 90
     on_new_request: str = POLICIES[0]
     stop_phrases: tuple[str, ...] = STOP_PHRASES
+    yes_phrases: tuple[str, ...] = ()
+    no_phrases: tuple[str, ...] = ()
     public_hosts: tuple[str, ...] = ()
     trusted_proxies: tuple[Network, ...] = ()
 
@@ -438,6 +444,8 @@ CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
     "history_days": lambda value, _: _seconds(value, 1, 36500),
     "on_new_request": lambda value, _: _one_of(value, POLICIES),
     "stop_phrases": lambda value, _: _phrases(value),
+    "yes_phrases": lambda value, _: _phrases(value),
+    "no_phrases": lambda value, _: _phrases(value),
     "public_hosts": _hosts,
     "trusted_proxies": _networks,
 }
@@ -480,6 +488,16 @@ def dotenv_value(text: str, name: str) -> str:
     return quoted[2] if quoted else re.sub(r"\s+#.*$", "", value)
 
 
+def user_home(environ: Mapping[str, str]) -> Path:
+    """The user's home directory."""
+    return Path(environ.get("HOME", "~")).expanduser()
+
+
+def hermes_home(environ: Mapping[str, str]) -> Path:
+    """Where a Hermes of this user keeps its settings."""
+    return Path(environ.get("HERMES_HOME") or user_home(environ) / ".hermes")
+
+
 def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[str, str]) -> str:
     """A secret from where it lies: the flag's file, systemd's credential, Hermes's .env."""
     flag, credential = f"--{name}-file", Path(environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name
@@ -487,8 +505,7 @@ def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[st
         return read_secret(path or credential, flag)
     if not variable:
         return ""
-    home = environ.get("HERMES_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".hermes"
-    dotenv = Path(home) / ".env"
+    dotenv = hermes_home(environ) / ".env"
     try:
         value = dotenv_value(dotenv.read_text(encoding="utf-8", errors="replace"), variable)
         if value:
@@ -525,15 +542,15 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def check_url(url: str, flag: str) -> list[str]:
-    """The problems of an upstream's base URL."""
+def check_url(url: str, flag: str, example: str = DEFAULT_HERMES_URL) -> list[str]:
+    """The problems of a base URL."""
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
-        return [f"{flag} {url!r}: give a URL such as {DEFAULT_HERMES_URL}"]
+        return [f"{flag} {url!r}: give a URL such as {example}"]
     if parts.username or parts.password or parts.query or parts.fragment:
         return [f"{flag}: the URL must hold no user name, password, query or fragment"]
     return []
@@ -808,7 +825,8 @@ def split_answer(output: str) -> tuple[list[str], str]:
     show = f"{spoken.strip()}\n\n{rest.strip()}".strip()
     if len(show) > SHOW_CHARS:
         show = show[:SHOW_CHARS] + "\n\n*The rest is too long to show; Hermes has all of it.*"
-    said, whole = _first_sentences(speakable(spoken[:SPOKEN_CHARS]), SAY_CHARS)
+    aloud = "" if _RAW.match(spoken) else speakable(spoken[:SPOKEN_CHARS])
+    said, whole = _first_sentences(aloud, SAY_CHARS)
     if not whole or len(spoken) > SPOKEN_CHARS:
         said.append("The rest is on your screen.")
     elif not said:
@@ -829,14 +847,26 @@ def _cut_at_rule(text: str) -> tuple[str, str]:
 
 
 # Markdown that is not for the ear: pattern and what is said instead, in this order.
-_UNSPEAKABLE = [
+_UNSPEAKABLE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(_FENCED, re.M | re.S), " "),
+    (re.compile(r"\$\$[^$]{0,2000}\$\$|\\\[[^\]]{0,2000}\\\]"), " "),
     (re.compile(r"^[ \t]*\|.*$", re.M), " "),
     (re.compile(r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", re.M), " "),
+    (re.compile(r"\[\^[\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", re.M), ""),
     (re.compile(r"!\[([^\]]*)\]\([^)]*\)"), r"\1"),
-    (re.compile(r"\[([^\]]+)\]\([^)]*\)"), r"\1"),
+    (re.compile(r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]\n]{0,100}\])"), r"\1"),
     (re.compile(r"<?(?:https?|ftp)://[^\s<>)\]，。、！？；：）」』】]+(?<![.,:;!?])>?"), " "),
-    (re.compile(r"</?[a-zA-Z][^<>]*>"), " "),
+    (re.compile(r"<!--.*?-->|</?[a-zA-Z][^<>]*>", re.S), " "),
+    # Of a path only the last name, of a hash the first digits.
+    (re.compile(r"(?<![\w/.:~])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?"), r"\1"),
+    (re.compile(r"(?<![\w/.:])(?:[\w.@+-]{1,99}/){1,30}([\w@+-]{1,90}\.[A-Za-z]\w{0,4})\b(?!/)"), r"\1"),
+    (re.compile(r"\b[A-Za-z]:\\(?:[^\\\s]{1,99}\\){0,30}([\w@+-][\w.@+-]{0,98})"), r"\1"),
+    (re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b"), r"\1"),
+    # A longer number is read out digit by digit, which is easier to follow in groups.
+    (
+        re.compile(r"(?<![\d.,])\d{13,40}(?![\d.,]\d)"),
+        lambda number: " ".join(re.findall(".{1,4}", number[0])),
+    ),
     (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+(?:\[[ xX]\][ \t]+)?)+", re.M), ""),
     # In the first line a number may be the answer.
     (re.compile(r"(?<=\n)[ \t]*\d{1,3}[.)][ \t]+"), ""),
@@ -845,7 +875,21 @@ _UNSPEAKABLE = [
     # What is left of a pair, but no sign between numbers.
     (re.compile(r"`+|#{2,}|(?<!\S)\*+(?=\S)|(?<=\S)\*+(?!\S)"), ""),
     (re.compile(r"\|+"), " "),
+    # Inline formulas; a price is none.
+    (re.compile(r"\$(?=[^$\n]{0,200}[\\^_{}])([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)"), r"\1\2"),
+    (re.compile(r"\\[a-zA-Z]+|\\(?=[\W_])"), " "),
+    # Pictures in the text and arrows.
+    (
+        re.compile(
+            "[\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3\U0001f000-\U0001faff\U000e0020-\U000e007f]+"
+        ),
+        " ",
+    ),
 ]
+# What is no answer in words: an error as a program prints it, or data.
+_RAW = re.compile(
+    r"(?:Traceback \(most recent|API call failed|Error code: \d|HTTP [45]\d\d\b|[\[{]\s*[\"{\[])"
+)
 
 
 def speakable(markdown: str) -> str:
@@ -853,17 +897,27 @@ def speakable(markdown: str) -> str:
     text = mask(markdown).replace("•••", "")
     for pattern, instead in _UNSPEAKABLE:
         text = pattern.sub(instead, text)
-    return "\n".join(line for line in (" ".join(raw.split()) for raw in text.split("\n")) if line)
+    lines = (" ".join(line.split()) for line in html.unescape(text).split("\n"))
+    return "\n".join(filter(None, lines))
 
 
 # Up to the end of a sentence: closing punctuation before a space or the line's end, or
 # that of scripts without spaces.
 _SENTENCE = re.compile(r".+?(?:[.!?…؟۔।]+[\"'”’)\]]*(?=\s|$)|[。！？]+[」』”）]*|$)", re.M)
+# A full stop after these ends none: initials, ordinals and what is often shortened.
+_SHORTENED = re.compile(
+    r"(?:^|[\s(])(?:\w|\w\.\s?\w|\d{1,2}|approx|bzw|ca|cf|Dr|etc|inkl|Mr|Mrs|Ms|Nr|No|Prof|St|usw|vs)\.$"
+)
 
 
 def _first_sentences(text: str, most: int) -> tuple[list[str], bool]:
     """The sentences within `most` characters, at least one, and whether these are all."""
-    sentences = [s for s in (found.strip() for found in _SENTENCE.findall(text)) if s]
+    sentences: list[str] = []
+    for found in filter(None, (part.strip() for part in _SENTENCE.findall(text))):
+        if sentences and _SHORTENED.search(sentences[-1]):
+            sentences[-1] += f" {found}"
+        else:
+            sentences.append(found)
     totals = itertools.accumulate(len(sentence) for sentence in sentences)
     fitting = sum(1 for total in totals if total <= most)
     if sentences and not fitting:
@@ -888,36 +942,111 @@ def _short_parts(sentence: str) -> Iterator[str]:
     while len(sentence.encode()) > PIECE_BYTES:
         head = sentence.encode()[:PIECE_BYTES].decode(errors="ignore")
         cut = head.rfind(" ") if " " in head[1:] else len(head)
+        while cut > 1 and (_is_joined(sentence[cut]) or sentence[cut - 1] == "\u200d"):
+            cut -= 1
         yield sentence[:cut].strip()
         sentence = sentence[cut:].strip()
     yield sentence
 
 
-# Spoken approvals: the whole utterance, less politeness, must be one of these.
+def _is_joined(character: str) -> bool:
+    """Whether it belongs to the character before it: accents, skin tones, joiners."""
+    return unicodedata.category(character)[0] == "M" or character == "\u200d" or "🏻" <= character <= "🏿"
 
-_POLITE = re.compile(r"\b(?:hermes|please|thanks|thank you|uh|um|oh|bitte|danke|äh|ähm)\b")
-_YES = frozenset(
-    "yes|yeah|yep|yup|allow|allow it|allow once|allow it once|approve|approved|approve it|i approve"
-    "|i allow it|go ahead|do it|yes allow|yes allow it|yes approve|yes approve it|yes do it"
-    "|yes go ahead|yes i approve|yes you may|you may|ja|ja mach|ja mach das|ja mach es|mach das"
-    "|mach es|erlauben|erlaubt|genehmigt|ja erlauben|ja erlaubt|ja genehmigt".split("|")
+
+# Spoken approvals: the whole utterance, less politeness, must be one of these. What people
+# say while they listen is none of them, in no language: okay, mhm, vale, tamam, うん, 好的.
+
+_POLITE = re.compile(
+    r"\b(?:hermes|uh|um|oh|ah|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
+    r"|por favor|gracias|per favore|grazie|obrigad[oa]|alstublieft|alsjeblieft|dank (?:je|u)|bedankt"
+    r"|prosze|dziekuje|lutfen|tesekkurler)\b"
 )
-_NO = frozenset(
-    "no|nope|nah|no way|deny|denied|deny it|no deny|no deny it|don't|don't do it|do not|do not do it"
-    "|no don't|no don't do it|no do not|no do not do it|don't allow it|refuse|refuse it|no refuse"
-    "|nein|nein nicht|nicht|mach das nicht|nein mach das nicht|lass das|nein lass das|ablehnen"
-    "|abgelehnt|nein ablehnen|verweigern".split("|")
-)
+_YES = {
+    "English": "yes|yeah|yep|yup|allow|allow it|allow once|allow it once|approve|approved|approve it"
+    "|i approve|i allow it|go ahead|do it|yes allow|yes allow it|yes approve|yes approve it"
+    "|yes do it|yes go ahead|yes i approve|yes you may|you may",
+    "German": "ja|jawohl|ja mach|ja mach das|ja mach es|mach das|mach es|erlauben|erlaubt|genehmigt"
+    "|ja erlauben|ja erlaubt|ja genehmigt|ja darfst du|ja das darfst du|einverstanden"
+    "|ja einverstanden",
+    "French": "oui|ouais|oui vas y|vas y|oui allez y|allez y|oui autorise|autorise|autorisé"
+    "|oui autorisé|oui fais le|fais le|oui je suis d'accord|j'autorise|oui j'autorise|j'approuve"
+    "|approuvé",
+    "Spanish": "sí|sí adelante|adelante|sí hazlo|hazlo|sí permítelo|permítelo|permitido|sí permitido"
+    "|aprobado|sí aprobado|lo apruebo|sí lo apruebo|autorizado|sí autorizado|sí puedes",
+    "Italian": "sì procedi|procedi|sì fallo|sì consenti|consenti|consentito|approvato|sì approvato"
+    "|approvo|sì approvo|autorizzato|sì autorizzato|permetti|sì permetti|sì puoi",
+    "Portuguese": "sim|sim pode|pode fazer|sim pode fazer|sim faça|faça isso|sim faça isso|permitir"
+    "|sim permitir|permitido|sim permitido|aprovado|sim aprovado|autorizado|sim autorizado"
+    "|eu autorizo|sim eu autorizo",
+    "Dutch": "ja doe maar|doe maar|ja doe het|doe het|ja toestaan|toestaan|toegestaan|ja toegestaan"
+    "|goedgekeurd|ja goedgekeurd|ga je gang|ja ga je gang|ja dat mag|dat mag",
+    "Polish": "tak|tak zrób to|zrób to|tak pozwalam|pozwalam|zezwalam|tak zezwalam|zgadzam się"
+    "|tak zgadzam się|zatwierdzam|tak zatwierdzam|śmiało|tak śmiało",
+    "Turkish": "evet|evet yap|yap|evet izin ver|izin ver|izin veriyorum|evet izin veriyorum"
+    "|onaylıyorum|evet onaylıyorum|evet yapabilirsin|yapabilirsin",
+    "Chinese": "是|是的|可以|是的可以|允许|允許|是的允许|同意|我同意|是的我同意|批准|准许|准許|我允许|我允許",
+    "Japanese": "はい|はいお願いします|はいどうぞ|はい許可します|許可します|許可する|許可|はい許可"
+    "|はい実行して|実行して|はい実行してください|実行してください|はいやって|はいやってください"
+    "|やってください",
+}
+_NO = {
+    "English": "no|nope|nah|no way|deny|denied|deny it|no deny|no deny it|don't|don't do it|do not"
+    "|do not do it|no don't|no don't do it|no do not|no do not do it|don't allow it|refuse"
+    "|refuse it|no refuse",
+    "German": "nein|nein nicht|nicht|mach das nicht|nein mach das nicht|lass das|nein lass das"
+    "|ablehnen|abgelehnt|nein ablehnen|verweigern|nicht erlauben|nein nicht erlauben"
+    "|auf keinen fall|nein auf keinen fall",
+    "French": "non|non pas ça|ne fais pas ça|non ne fais pas ça|ne le fais pas|non ne le fais pas"
+    "|refuse|refusé|non refuse|je refuse|non je refuse|surtout pas|non surtout pas",
+    "Spanish": "no lo hagas|no no lo hagas|no hagas eso|denegado|no denegado|deniégalo|recházalo"
+    "|rechazado|de ninguna manera|no de ninguna manera|no lo permito|no lo permitas",
+    "Italian": "non farlo|no non farlo|nega|no nega|negato|no negato|rifiuta|rifiutato|rifiuto"
+    "|non lo permetto|assolutamente no|no assolutamente no",
+    "Portuguese": "não|não faça|não faça isso|não não faça isso|negar|negado|não negado|recusar"
+    "|recusado|eu recuso|não eu recuso|de jeito nenhum|não de jeito nenhum|não permito"
+    "|não autorizo",
+    "Dutch": "nee|nee niet doen|niet doen|doe het niet|nee doe het niet|weigeren|nee weigeren"
+    "|geweigerd|afgewezen|nee dat mag niet|dat mag niet|absoluut niet|nee absoluut niet",
+    "Polish": "nie|nie rób tego|nie nie rób tego|odmawiam|nie odmawiam|odmowa|nie pozwalam"
+    "|nie zezwalam|nie zgadzam się|w żadnym wypadku|nie w żadnym wypadku",
+    "Turkish": "hayır|yapma|hayır yapma|reddet|hayır reddet|reddediyorum|hayır reddediyorum"
+    "|izin verme|hayır izin verme|izin vermiyorum|hayır izin vermiyorum|asla|hayır asla",
+    "Chinese": "不|不行|不可以|不要|不允许|不允許|不同意|我不同意|拒绝|拒絕|否|别|別|不准|不是"
+    "|不要做|不可以做",
+    "Japanese": "いいえ|いや|だめ|だめです|ダメ|ダメです|駄目です|いいえだめです|やめて"
+    "|やめてください|いいえやめてください|許可しない|許可しません|いいえ許可しません|拒否"
+    "|拒否します|いいえ拒否します|しないで|しないでください",
+}
 
 
-def read_answer(heard: str) -> str | None:
-    """What the user's words answer: `once`, `deny`, or None if that is not clear."""
-    if "?" in heard or len(heard) > 100:
+def read_answer(heard: str, yes: Iterable[str] = (), no: Iterable[str] = ()) -> str | None:
+    """What the user's words answer: `once`, `deny`, or None if that is not clear.
+
+    `yes` and `no` are phrases that count besides the built-in ones.
+    """
+    if re.search("[?？؟]", heard) or len(heard) > 100:
         return None
-    plain = _POLITE.sub(" ", heard.casefold().replace("’", "'"))
-    words = re.findall(r"[^\W_]+(?:'[^\W_]+)*", plain)
-    said = " ".join(word for word, _ in itertools.groupby(words))
-    return "once" if said in _YES else "deny" if said in _NO else None
+    said = _said(heard)
+    allows = said in _YES_SAID or said in map(_said, yes)
+    denies = said in _NO_SAID or said in map(_said, no)
+    if not said or allows == denies:
+        return None
+    return "once" if allows else "deny"
+
+
+def _said(text: str) -> str:
+    """Words without accents, case, politeness, repetition and spaces, which not every script has."""
+    plain = unicodedata.normalize("NFKD", text.replace("’", "'").casefold().replace("ı", "i"))
+    plain = unicodedata.normalize("NFC", re.sub("[\u0300-\u036f]", "", plain))
+    words = re.findall(r"[^\W_]+(?:'[^\W_]+)*", _POLITE.sub(" ", plain))
+    return "".join(word for word, _ in itertools.groupby(words))
+
+
+_YES_SAID, _NO_SAID = (
+    frozenset(_said(phrase) for phrases in words.values() for phrase in phrases.split("|"))
+    for words in (_YES, _NO)
+)
 
 
 # Hermes's events
@@ -1514,6 +1643,41 @@ class RunBook:
             del self._runs[run_id]
 
 
+# Pairing
+#
+# A pairing code is worth the access token, once. It is the time it was made at and a MAC
+# of that under the token, so the command that prints it and the server that takes it need
+# share nothing but the token. Each server takes codes in the order they were made in only:
+# what is older than its start or than the last one taken is refused, and so is a code used
+# twice, also over a restart.
+
+PAIR_SECONDS = 600
+PAIR_AHEAD = 60  # seconds that a code's clock may be ahead of the server's
+PAIR_MAC = 18  # bytes; with the 6 of the time, 32 characters of base64 without padding
+
+
+def pair_code(access: str, made: float) -> str:
+    """The pairing code of a time, in seconds since 1970."""
+    stamp = round(made * 1000).to_bytes(6, "big")
+    mac = hmac.digest(access.encode(), b"hermes-voice pairing " + stamp, "sha256")
+    return base64.urlsafe_b64encode(stamp + mac[:PAIR_MAC]).decode()
+
+
+def pair_time(access: str, code: str, now: float, after: float) -> float:
+    """When a code was made. Raise Unauthorized if it is none, Conflict if its time is over."""
+    try:
+        made = int.from_bytes(base64.urlsafe_b64decode(code)[:6], "big") / 1000
+    except ValueError:
+        made = 0
+    if not hmac.compare_digest(pair_code(access, made).encode(), code.encode()):
+        message = "This pairing link is not this server's or not whole. Print a new one: hermes-voice --pair."
+        raise Unauthorized(message)
+    if not after < made <= now + PAIR_AHEAD or now >= made + PAIR_SECONDS:
+        message = "This pairing link has expired or was used before. Print a new one: hermes-voice --pair."
+        raise Conflict(message, code="pair_expired")
+    return made
+
+
 # ---- journal -----------------------------------------------------------------
 #
 # One SQLite file. A request stands in it before Hermes hears of it, and an end before a
@@ -1570,6 +1734,16 @@ _STORED = (
 )
 
 
+def sound_version(database: sqlite3.Connection) -> int:
+    """The schema's version in a database, 0 in a new one. Raise DatabaseError if it cannot be used."""
+    version = int(database.execute("pragma user_version").fetchone()[0])
+    if version > SCHEMA_VERSION:
+        raise sqlite3.DatabaseError("it was written by a newer hermes-voice")
+    if database.execute("pragma quick_check").fetchone()[0] != "ok":
+        raise sqlite3.DatabaseError("it is damaged")
+    return version
+
+
 class Journal:
     """What must survive a restart. Safe to use from any thread. None keeps it in memory."""
 
@@ -1587,12 +1761,7 @@ class Journal:
         self._prepare()
 
     def _prepare(self) -> None:
-        version = self._database.execute("pragma user_version").fetchone()[0]
-        if version > SCHEMA_VERSION:
-            raise sqlite3.DatabaseError("it was written by a newer hermes-voice")
-        if self._database.execute("pragma quick_check").fetchone()[0] != "ok":
-            raise sqlite3.DatabaseError("it is damaged")
-        if version == 0:
+        if sound_version(self._database) == 0:
             self._database.executescript(f"begin; {SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
 
     def _read(self, query: str, *values: object) -> list[Any]:
@@ -2013,6 +2182,15 @@ class OpenAI(Upstream):
             raise self.garbled("no session id or no answer")
         return session_id, reply
 
+    def look_up(self, model: str) -> Answer:
+        """The model's card, which is free and shown only to keys that may use the model."""
+        answer = self.call("GET", f"/models/{urllib.parse.quote(model, safe='')}")
+        if answer.body.get("id") == model:
+            return answer
+        if answer.status < 400 or (answer.status == 404 and not answer.error):
+            raise self.garbled(answer.text)
+        raise self._why(answer, model)
+
     def hang_up(self, session_id: str) -> None:
         """End a session from here."""
         answer = self.call("POST", f"/live/sessions/{urllib.parse.quote(session_id, safe='')}/hangup", {})
@@ -2069,10 +2247,14 @@ class Hermes(Upstream):
             raise self.garbled(f"{answer.status} without a JSON object")
         return answer.body
 
+    def features(self) -> Json:
+        """What this Hermes says it can do."""
+        features = self.ask("GET", "/v1/capabilities").get("features")
+        return features if isinstance(features, dict) else {}
+
     def is_idempotent(self) -> bool:
         """Whether starts can be retried, answers are bound and history is loaded (0.21 on)."""
-        features = self.ask("GET", "/v1/capabilities").get("features")
-        return isinstance(features, dict) and bool(features.get("runs_idempotency"))
+        return bool(self.features().get("runs_idempotency"))
 
     def start(self, body: Json, key: str) -> str:
         """Start a run and return its id."""
@@ -2236,6 +2418,7 @@ class App:
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
         self.live_session = ""
+        self.pair_after = time.time()  # codes made until then are refused
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
         """Add updates to a run and wake who follows it."""
@@ -2672,7 +2855,8 @@ def stop_run(app: App, run: Run) -> None:
         app.announce(run)
     log_event("run.stopping", run=run.id, told_hermes=due)
     if due:
-        tell_hermes_to_stop(app, run)
+        # A Hermes that hangs must not hang the button.
+        in_background(tell_hermes_to_stop, app, run)
 
 
 def tell_hermes_to_stop(app: App, run: Run) -> None:
@@ -2842,8 +3026,10 @@ def post_approve(app: App, request: Request) -> Reply:
     if ("heard" in body) == ("choice" in body):
         raise BadRequest("Give either 'choice' or 'heard'.")
     heard = text_of(body, "heard", HEARD_LIMIT) if "heard" in body else None
-    choice = read_answer(heard) if heard is not None else body["choice"]
+    config = app.config
+    choice = body["choice"] if heard is None else read_answer(heard, config.yes_phrases, config.no_phrases)
     if heard is not None and choice is None:
+        log_event("approval.unclear", run=run_id)
         return Reply({"choice": None, "resolved": 0})
     if choice not in CHOICES:
         raise BadRequest(f"'choice' must be one of {', '.join(CHOICES)}.")
@@ -2910,6 +3096,17 @@ def get_config(app: App, request: Request) -> Reply:
             "stop_phrases": list(config.stop_phrases),
         }
     )
+
+
+def post_pair(app: App, request: Request) -> Reply:
+    """Give the access token for a pairing code. A wrong code is as bad as a wrong token."""
+    code = text_of(request.body, "code", SECRET_LIMIT)
+    if app.access is None:
+        raise Conflict("This server asks for no access token. Open the page without one.", code="no_token")
+    with app.changed:
+        app.pair_after = pair_time(app.access, code, time.time(), app.pair_after)
+    log_event("device.paired")
+    return Reply({"token": app.access})
 
 
 def get_health(app: App, request: Request) -> Reply:
@@ -2997,6 +3194,7 @@ OPEN, TOKEN = False, True
 ROUTES: list[tuple[str, str, Handling, bool]] = [
     # method, path, handler, does it need the access token?
     ("GET", "/healthz", get_health, OPEN),
+    ("POST", "/pair", post_pair, OPEN),
     ("GET", "/config", get_config, TOKEN),
     ("POST", "/session", post_session, TOKEN),
     ("POST", "/session/close", post_session_close, TOKEN),
@@ -3624,8 +3822,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
     add("--log", choices=[*LOG_FORMATS], default="text", help="how the log is written; default %(default)s")
     add("--debug", action="store_true", help="log every request and update, so also what was said")
+    add("--check", action="store_true", help="say what is right, what is wrong and what to do, and end")
+    add("--json", action="store_true", help="with --check: the same for programs")
+    add("--pair", nargs="?", const="", metavar="URL", help="print a link that lets a device in, and end")
     add("--version", action="version", version=f"hermes-voice {__version__}")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.json and not args.check:
+        parser.error("--json goes with --check")
+    return args
 
 
 def page_folder(given: Path | None) -> Path:
@@ -3635,17 +3839,47 @@ def page_folder(given: Path | None) -> Path:
     return given or (beside if beside.is_dir() else installed)
 
 
-def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Journal:
-    """The journal, where it is told to be or where state belongs. Raise ConfigError."""
-    home = Path(environ.get("XDG_STATE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".local/state")
+def unusable_journal(folder: Path | None, error: Exception) -> ConfigError:
+    """What a journal that cannot be used means, for a person."""
+    hint = "give another folder, move the file away, or run without memory: --state none"
+    return ConfigError([f"--state {folder}: the journal cannot be used: {error}; {hint}"])
+
+
+# Where Hermes's .env holds a secret, "" if it does not.
+SECRETS = {"openai-key": "OPENAI_API_KEY", "hermes-key": "API_SERVER_KEY", "access-token": ""}
+
+
+def secret_of(name: str, args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """A secret from wherever the flags and the environment say it lies. Raise ConfigError."""
+    return find_secret(name, getattr(args, f"{name.replace('-', '_')}_file"), SECRETS[name], environ)
+
+
+def check_exposure(args: argparse.Namespace, host: str, access: str) -> list[str]:
+    """What is wrong if others can reach it without a token."""
+    if is_loopback(host) or access or args.access_token_file:
+        return []
+    return [
+        f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
+        " whoever gets in drives Hermes"
+    ]
+
+
+def state_folder(given: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Where the journal is told to be or where state belongs. None: nowhere."""
+    home = Path(environ.get("XDG_STATE_HOME") or user_home(environ) / ".local/state")
     folder = Path(given or environ.get("STATE_DIRECTORY") or home / "hermes-voice")
+    return None if given == "none" else folder
+
+
+def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Journal:
+    """The journal in its folder. Raise ConfigError."""
+    folder = state_folder(given, environ)
     try:
-        journal = Journal(None if given == "none" else folder)
+        journal = Journal(folder)
         journal.forget_before(time.time() - days * 86400)
         return journal
     except (OSError, sqlite3.Error) as error:
-        hint = "give another folder, move the file away, or run without memory: --state none"
-        raise ConfigError([f"--state {folder}: the journal cannot be used: {error}; {hint}"]) from None
+        raise unusable_journal(folder, error) from None
 
 
 def raise_file_limit() -> int:
@@ -3685,20 +3919,12 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     host, port = attempt(lambda: parse_listen(args.listen), ("127.0.0.1", 0))
     problems += check_url(args.hermes_url, "--hermes-url")
     problems += check_url(args.openai_base_url, "--openai-base-url")
-    openai_key = attempt(
-        lambda: find_secret("openai-key", args.openai_key_file, "OPENAI_API_KEY", environ), ""
-    )
-    hermes_key = attempt(
-        lambda: find_secret("hermes-key", args.hermes_key_file, "API_SERVER_KEY", environ), ""
-    )
-    access = attempt(lambda: find_secret("access-token", args.access_token_file, "", environ), "")
+    openai_key = attempt(lambda: secret_of("openai-key", args, environ), "")
+    hermes_key = attempt(lambda: secret_of("hermes-key", args, environ), "")
+    access = attempt(lambda: secret_of("access-token", args, environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
     journal = attempt(lambda: open_journal(args.state, config.history_days, environ), None)
-    if not is_loopback(host) and not access and not args.access_token_file:
-        problems.append(
-            f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
-            " whoever gets in drives Hermes"
-        )
+    problems += check_exposure(args, host, access)
     if problems:
         raise ConfigError(problems)
     openai, hermes = OpenAI(args.openai_base_url, openai_key), Hermes(args.hermes_url, hermes_key)
@@ -3712,17 +3938,508 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         raise ConfigError([f"--listen {args.listen}: {why}"]) from None
 
 
+# The check
+#
+# Each check looks at one subject, whatever the others found, and yields a level, a text and what
+# to do. It changes nothing and opens no session. What is told can be shown to everybody: no
+# secret, no user's and no host's name.
+
+CHECK_SECONDS = 10  # for all of it
+ASK_SECONDS = 5  # to connect, and between two bytes; a cold Hermes blocks its loop for 2.5 s
+CLOCK_SECONDS = 60  # clocks that are further apart make logs and certificates hard to trust
+NO_KEY = "no-key-is-known"  # what an upstream is shown then
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"  # a problem: no call would work
+Seen = Iterator[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check saw, fit to be shown to everybody."""
+
+    level: str
+    subject: str
+    text: str
+    advice: str
+
+
+class Checkup:
+    """One look at everything that a start with these flags would use."""
+
+    def __init__(self, args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        self.args, self.environ = args, environ
+        self.config = Config()
+        self.keys = dict.fromkeys(SECRETS, "")
+        with contextlib.suppress(ConfigError):  # told by its own check
+            self.config = load_config(args.config)[0]
+        for name in SECRETS:
+            with contextlib.suppress(ConfigError):
+                self.keys[name] = secret_of(name, args, environ)
+        self.clocks: dict[str, float] = {}  # how far ahead each upstream's clock is, in seconds
+        self._hidden = self._names_to_hide()
+
+    def run(self) -> list[Finding]:
+        """What was found, in the order of CHECKS. They run at once, so that all take no longer than one."""
+        found: dict[str, list[Finding]] = {}
+
+        def examine(subject: str) -> None:
+            found[subject] = self._examine(subject, CHECKS[subject])
+
+        threads = [threading.Thread(target=examine, args=(subject,), daemon=True) for subject in CHECKS]
+        until = time.monotonic() + CHECK_SECONDS
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0, until - time.monotonic()))
+        slow = f"no end after {CHECK_SECONDS} s", "check the network and its name server, then try again"
+        told = [found.get(subject, [Finding(PROBLEM, subject, *slow)]) for subject in CHECKS]
+        return [*itertools.chain(*told), *self._examine("clock", check_clock)]
+
+    def _examine(self, subject: str, check: Callable[[Checkup], Seen]) -> list[Finding]:
+        seen: list[tuple[str, str, str]] = []
+        try:
+            seen.extend(check(self))
+        except ConfigError as error:
+            seen += [(PROBLEM, *text_and_advice(problem)) for problem in error.problems]
+        except UpstreamError as error:
+            seen.append((PROBLEM, *upstream_trouble(subject, error)))
+        except Exception as error:
+            seen.append((PROBLEM, f"the check itself failed: {type(error).__name__}", "please report it"))
+        return [
+            Finding(level, subject, self._public(text), self._tilde(advice)) for level, text, advice in seen
+        ]
+
+    def _names_to_hide(self) -> list[tuple[str, str]]:
+        args = self.args
+        named = [(host, f"your host #{n}") for n, host in enumerate(self.config.public_hosts, 1)]
+        for url, instead in ((args.hermes_url, "Hermes's host"), (args.openai_base_url, "OpenAI's host")):
+            named.append((url if check_url(url, "") else str(urllib.parse.urlsplit(url).hostname), instead))
+        try:
+            named.append((parse_listen(args.listen)[0], "your address"))
+        except ConfigError:
+            named.append((args.listen, "your address"))
+        return [pair for pair in named if not is_loopback(pair[0]) and pair[0] != "api.openai.com"]
+
+    def _public(self, text: str) -> str:
+        for key in filter(None, self.keys.values()):
+            text = text.replace(key, "•••")
+        for name, instead in self._hidden:
+            text = re.sub(rf"(?i)(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
+        text = re.sub(r"""('public_hosts' holds) (['"]).*\2""", r"\1 a wrong one", text)
+        text = re.sub(r"(?<![\d.])(?!127\.)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])", "(an address)", text)
+        return self._tilde(mask(text))
+
+    def _tilde(self, text: str) -> str:
+        home = str(user_home(self.environ))
+        if len(home) > 1:  # more than the root, which stands in every URL
+            text = re.sub(rf"(?<!\w){re.escape(home)}(?=\W|$)", "~", text)
+        text = re.sub(r"/(home|Users)/[^/\s:;,]+", r"/\1/...", text)
+        return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text)
+
+
+def text_and_advice(problem: str) -> tuple[str, str]:
+    """The two halves of what a start would say."""
+    text, _, advice = problem.partition("; ")
+    return text, advice or "put that right; the README says what belongs there"
+
+
+def upstream_trouble(subject: str, error: UpstreamError) -> tuple[str, str]:
+    """A failed call as text and advice. What an upstream said about it is not shown."""
+    text, _, advice = error.message.rstrip(".").partition(". ")
+    why = error.detail if isinstance(error, Unreachable) else f"HTTP {error.answered}"
+    why = f" ({why})" if why != "HTTP None" else ""
+    advice = advice or f"look for a newer {subject} or hermes-voice"
+    return text.removeprefix(f"{subject} ") + why, advice[:1].lower() + advice[1:]
+
+
+def check_config(checkup: Checkup) -> Seen:
+    """The config file."""
+    config, warnings = load_config(checkup.args.config)
+    yield OK, f"{'read' if checkup.args.config else 'none, so the defaults'}; model {config.model}", ""
+    for warning in warnings:
+        yield WARNING, *text_and_advice(warning)
+
+
+def check_page(checkup: Checkup) -> Seen:
+    """The page's files."""
+    yield OK, f"{len(read_page(page_folder(checkup.args.static))) - 1} files", ""
+
+
+FIRST_STEPS = {
+    "openai-key": "make one at https://platform.openai.com/api-keys, put it into a file of mode 600 and name"
+    " that: --openai-key-file FILE",
+    "hermes-key": "put API_SERVER_ENABLED=true and API_SERVER_KEY= with what `openssl rand -hex 32` prints"
+    " into Hermes's .env, then run: hermes gateway run; for a Hermes elsewhere: --hermes-key-file FILE",
+}
+
+
+TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
+
+
+def check_secret(name: str) -> Callable[[Checkup], Seen]:
+    """The check of one secret: whether it is there, and who else can read it."""
+
+    def check(checkup: Checkup) -> Seen:
+        try:
+            secret = secret_of(name, checkup.args, checkup.environ)
+        except ConfigError as error:
+            missing, advice = text_and_advice(error.problems[0])
+            yield PROBLEM, missing, FIRST_STEPS[name] if "not given" in missing else advice
+            return
+        systemd = (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
+        path = (
+            getattr(checkup.args, f"{name.replace('-', '_')}_file") or hermes_home(checkup.environ) / ".env"
+        )
+        if not secret:
+            yield OK, "none, so whoever reaches the page drives Hermes", ""
+        elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
+        else:
+            yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
+
+    return check
+
+
+def check_state(checkup: Checkup) -> Seen:
+    """The journal. A running server may be using it, so it is only looked at."""
+    folder = state_folder(checkup.args.state, checkup.environ)
+    if folder is None:
+        yield OK, "in memory only: a restart forgets what was asked and said", ""
+        return
+    path = folder.absolute() / JOURNAL_FILE
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
+    try:
+        if there != path and not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a file is in the way")
+        if not os.access(there, os.W_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written")
+        if there == path:
+            # Without a log beside it nobody is changing it, and not even a lock is left behind.
+            how = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+            with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?{how}", uri=True)) as database:
+                sound_version(database)
+    except (OSError, sqlite3.Error) as error:
+        raise unusable_journal(folder, error) from None
+    yield OK, f"in {folder}" + ("" if there == path else ", made at the first start"), ""
+
+
+def check_port(checkup: Checkup) -> Seen:
+    """Whether it can listen where it is told to."""
+    host, port = parse_listen(checkup.args.listen)
+    if problems := check_exposure(checkup.args, host, checkup.keys["access-token"]):
+        raise ConfigError(problems)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+        yield OK, f"{port} is free" if port else "any that is free", ""
+    except (OSError, UnicodeError) as error:
+        if getattr(error, "errno", 0) != errno.EADDRINUSE:
+            why = str(getattr(error, "strerror", error)).partition(" (")[0]  # without the address
+            yield PROBLEM, f"cannot listen: {why}", "give this computer's address and a port above 1023"
+        elif is_ours(host, port):
+            yield OK, f"{port} is taken by a hermes-voice that is running", ""
+        elif getattr(checkup.args, "tls_cert", None):
+            yield WARNING, f"{port} is taken, and TLS hides by whom", "stop it, unless it is hermes-voice"
+        else:
+            yield PROBLEM, f"{port} is taken by another program", "give another port with --listen"
+
+
+def is_ours(host: str, port: int) -> bool:
+    """Whether a hermes-voice answers there."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    named = f"[{here}]" if ":" in here else here
+    server = Upstream("hermes-voice", f"http://{named}:{port}", NO_KEY)
+    server.connect_seconds = server.read_seconds = ASK_SECONDS
+    try:
+        answer = server.call("GET", "/healthz")
+    except UpstreamError:
+        return False
+    return answer.headers.get("Server", "").startswith("hermes-voice") and answer.body == {"status": "ok"}
+
+
+def check_reach(checkup: Checkup) -> Seen:
+    """From where the page can be used: browsers give a microphone to HTTPS and to loopback only."""
+    host, _ = parse_listen(checkup.args.listen)
+    hosts, secure = checkup.config.public_hosts, getattr(checkup.args, "tls_cert", None)
+    if hosts and not checkup.keys["access-token"]:
+        yield WARNING, "who comes through public_hosts drives Hermes without an access token", TOKEN_ADVICE
+    if secure:
+        yield OK, "HTTPS" + ("" if hosts else "; by address only, a name has to be in public_hosts"), ""
+    elif not is_loopback(host):
+        advice = "put a reverse proxy with TLS in front, and its name into public_hosts"
+        yield WARNING, "without HTTPS browsers give no microphone to pages from other computers", advice
+    elif hosts:
+        yield OK, f"{len(hosts)} public host(s), for which a reverse proxy must have TLS", ""
+    else:
+        yield OK, "from this computer; from another, forward the port with ssh -L", ""
+
+
+# A feature of Hermes, how bad it is to lack it, the first version with it, what it gives, what is without.
+HERMES_FEATURES = [
+    ("run_submission", PROBLEM, "0.19.0", "runs", "has no runs, so it cannot be given work"),
+    ("run_steer", WARNING, "0.20.4", "steering",
+     "takes no words while it works: the task is stopped and started again with them"),
+    ("runs_idempotency", WARNING, "0.21.0", "safe repeats, history and bound answers",
+     "cannot repeat a start safely, load a conversation, or bind an answer to its question"),
+]  # fmt: skip
+
+
+def check_hermes(checkup: Checkup) -> Seen:
+    """Whether Hermes is there, takes the key, and what it can do."""
+    if problems := check_url(checkup.args.hermes_url, "--hermes-url"):
+        raise ConfigError(problems)
+    key = checkup.keys["hermes-key"]
+    hermes = Hermes(checkup.args.hermes_url, key or NO_KEY)
+    hermes.connect_seconds = hermes.read_seconds = ASK_SECONDS
+    health = hermes.call("GET", "/health")
+    note_clock(checkup, "Hermes", health)
+    version = str(health.body.get("version"))[:40]
+    if health.body.get("platform") != "hermes-agent":
+        yield PROBLEM, "what answers is not Hermes's API server", "give its address with --hermes-url"
+    elif not key:
+        yield WARNING, f"{version} answers, but there is no key to ask more with", "see the Hermes key"
+    else:
+        features = hermes.features()
+        gifts = ", ".join(gift for name, _, _, gift, _ in HERMES_FEATURES if features.get(name))
+        yield OK, f"{version}, key accepted" + (f"; has {gifts}" if gifts else ""), ""
+        for name, level, since, _, lack in HERMES_FEATURES:
+            if not features.get(name):
+                yield level, f"{version} {lack}", f"update Hermes to {since} or newer"
+
+
+# Of Hermes's config.yaml, which may be JSON, as all JSON is YAML.
+_APPROVALS = re.compile(r'(?m)^(?:\{.*?)?"?approvals"?[ \t]*:([ \t]*\{[^}]*\}|.*(?:\n(?:[ \t].*|$))*)')
+APPROVAL_MODES = {
+    "manual": (OK, "manual: every dangerous command asks you", ""),
+    "smart": (OK, "smart: a model of Hermes's lets pass what it finds harmless, the rest asks you", ""),
+    "off": (WARNING, "off: nothing asks you, and what was misheard is done",
+            "set approvals.mode to smart or manual in Hermes's config.yaml"),
+    "": (OK, "cannot be seen from here; Hermes's default is smart", ""),
+}  # fmt: skip
+
+
+def approval_mode(text: str) -> str:
+    """The approval mode in the text of Hermes's config.yaml."""
+    block = _APPROVALS.search(re.sub(r"(?m)(?:^|[ \t])#.*", "", text))
+    found = re.search(r"""\bmode["']?\s*:\s*["']?(\w+)""", block[1]) if block else None
+    mode = found[1].lower() if found else "smart"
+    return "off" if mode in ("false", "no") else mode  # to YAML a bare off is false
+
+
+def check_approvals(checkup: Checkup) -> Seen:
+    """When Hermes asks before it acts, if its settings are here."""
+    mode, url = "", checkup.args.hermes_url
+    if not check_url(url, "") and is_loopback(str(urllib.parse.urlsplit(url).hostname)):
+        with contextlib.suppress(OSError):
+            path = hermes_home(checkup.environ) / "config.yaml"
+            mode = approval_mode(path.read_text(encoding="utf-8", errors="replace"))
+    yield APPROVAL_MODES.get(mode, (WARNING, f"{mode}: not known here", "see Hermes's documentation"))
+
+
+def check_openai(checkup: Checkup) -> Seen:
+    """Whether OpenAI is there, takes the key, and shows it the model. Nothing is billed."""
+    if problems := check_url(checkup.args.openai_base_url, "--openai-base-url"):
+        raise ConfigError(problems)
+    key, model = checkup.keys["openai-key"], checkup.config.model
+    openai = OpenAI(checkup.args.openai_base_url, key or NO_KEY)
+    openai.connect_seconds = openai.read_seconds = ASK_SECONDS
+    try:
+        note_clock(checkup, "OpenAI", openai.look_up(model))
+        yield OK, f"key accepted, {model} is open to it", ""
+    except Refused as error:
+        if key and not (error.code == _NO_ACCESS[0] and model not in MODELS):
+            raise
+        if key:
+            yield PROBLEM, f"does not show {model} to this key", f"set model to {' or '.join(MODELS)}"
+        else:
+            yield WARNING, "answers, but there is no key to ask more with", "see the OpenAI key"
+
+
+def note_clock(checkup: Checkup, name: str, answer: Answer) -> None:
+    """Compare the date of an answer with ours."""
+    with contextlib.suppress(TypeError, ValueError):  # none, or nonsense
+        date = email.utils.parsedate_to_datetime(answer.headers["Date"])
+        checkup.clocks[name] = date.timestamp() - time.time()
+
+
+def check_clock(checkup: Checkup) -> Seen:
+    """Whether this computer's clock agrees with the others."""
+    wrong = {name: ahead for name, ahead in checkup.clocks.items() if abs(ahead) > CLOCK_SECONDS}
+    for name, ahead in wrong.items():
+        text = f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} that of {name}"
+        yield WARNING, text, "let this computer keep time with NTP"
+    if not wrong:
+        with_whom = " and ".join(checkup.clocks)
+        yield OK, f"agrees with {with_whom}" if with_whom else "not compared: no answer had a date", ""
+
+
+CHECKS: dict[str, Callable[[Checkup], Seen]] = {
+    "config": check_config,
+    "page": check_page,
+    "OpenAI key": check_secret("openai-key"),
+    "Hermes key": check_secret("hermes-key"),
+    "access token": check_secret("access-token"),
+    "journal": check_state,
+    "port": check_port,
+    "reach": check_reach,
+    "Hermes": check_hermes,
+    "approvals": check_approvals,
+    "OpenAI": check_openai,
+}
+
+
+def report(findings: Sequence[Finding], as_json: bool) -> tuple[str, bool]:
+    """The findings for programs or for people, and whether a call would work."""
+    counts = {level: [found.level for found in findings].count(level) for level in (PROBLEM, WARNING)}
+    good = not counts[PROBLEM]
+    if as_json:
+        told = [vars(found) for found in findings]
+        return json.dumps({"ok": good, "version": __version__, "findings": told}, indent=1), good
+    lines = [f"{f.level:8} {f.subject:13} {'; '.join(filter(None, (f.text, f.advice)))}" for f in findings]
+    verdict = "a call would work" if good else "no call would work yet"
+    told_counts = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
+    return "\n".join([*lines, f"hermes-voice {__version__}: {verdict}; {told_counts}"]), good
+
+
+# `--pair`
+
+NO_MICROPHONE = (
+    "over plain http the access token can be read on the way, and the browser gives no microphone; put HTTPS"
+    " in front, with a reverse proxy or tailscale serve; or forward a port, with ssh -L, and open"
+    " http://localhost there; or talk on this machine itself"
+)
+
+# A QR code of version 5: the data in one block, error correction level L.
+QR_SIZE = 37  # modules
+QR_DATA, QR_CHECK = 108, 26  # codewords
+QR_BYTES = QR_DATA - 2  # of text; mode, length and end take two
+QR_FORMAT = 0x77C4  # level L with mask 0, which inverts where row + column is even
+QR_QUIET = 2  # light modules around it: half of the standard's, to fit 24 lines
+QR_COLOURS = "\x1b[38;5;16;48;5;231m"  # black on white, whatever the theme
+
+
+def print_pairing(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Print a link that is worth the access token, once. Raise ConfigError."""
+    config, _ = load_config(args.config)
+    host, port = parse_listen(args.listen)
+    access = secret_of("access-token", args, environ)
+    if not access:
+        raise ConfigError(["--pair: no access token is configured; name the server's --access-token-file,"
+                           " or open the page without one"])  # fmt: skip
+    base = page_url(args.pair, config.public_hosts, host, port)
+    link = f"{base}#pair={pair_code(access, time.time())}"
+    parts = urllib.parse.urlsplit(base)
+    try:
+        check_host([parts.netloc], {host, *config.public_hosts})
+    except Forbidden as error:
+        print(f"hermes-voice: warning: {parts.netloc}: {error.message}", file=sys.stderr)
+    if is_loopback(parts.hostname or ""):
+        where = "on this machine or through a forwarded port only; for a phone, give --pair the page's URL"
+        print(f"hermes-voice: warning: this link works {where}", file=sys.stderr)
+    elif parts.scheme != "https":
+        print(f"hermes-voice: warning: {NO_MICROPHONE}", file=sys.stderr)
+    print(f"Open this on the device, once, within {PAIR_SECONDS // 60} minutes:\n{link}")
+    readable = sys.stdout.isatty() and sys.stdout.encoding.lower().startswith("utf")
+    if readable and len(link.encode()) <= QR_BYTES:
+        print(drawn(qr_code(link)))
+
+
+def page_url(given: str, public_hosts: Sequence[str], host: str, port: int) -> str:
+    """Where devices find the page: as told, by its public name, or where it listens. Raise ConfigError."""
+    example = "https://voice.example.org/"
+    if given:
+        if problems := check_url(given, "--pair", example):
+            raise ConfigError(problems)
+        return given.rstrip("/") + "/"
+    if public_hosts:
+        return f"https://{public_hosts[0]}/"
+    if not port or (is_address(host) and ipaddress.ip_address(host).is_unspecified):
+        raise ConfigError([f"--pair: --listen names no address to open; give the page's URL: {example}"])
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def qr_check(data: bytes) -> bytes:
+    """The Reed-Solomon codewords of a QR code's data."""
+    powers = [1]
+    while len(powers) < 255:
+        powers.append(powers[-1] << 1 ^ (0x11D if powers[-1] > 127 else 0))
+    logs = {power: number for number, power in enumerate(powers)}
+
+    def times(a: int, b: int) -> int:
+        return powers[(logs[a] + logs[b]) % 255] if a and b else 0
+
+    divisor = [1]
+    for root in powers[:QR_CHECK]:
+        divisor = [a ^ times(b, root) for a, b in zip([*divisor, 0], [0, *divisor], strict=True)]
+    rest = [*data, *bytes(QR_CHECK)]
+    for at in range(len(data)):
+        factor = rest[at]
+        for step, part in enumerate(divisor):
+            rest[at + step] ^= times(part, factor)
+    return bytes(rest[-QR_CHECK:])
+
+
+def qr_frame() -> dict[tuple[int, int], bool]:
+    """The modules that every such code has, by row and column: is it dark?"""
+    last = QR_SIZE - 1
+    frame = {(6, at): at % 2 == 0 for at in range(QR_SIZE)}
+    frame |= {(at, 6): at % 2 == 0 for at in range(QR_SIZE)}
+    squares = [(3, 3, 4, (2, 4)), (3, last - 3, 4, (2, 4)), (last - 3, 3, 4, (2, 4)), (30, 30, 2, (1,))]
+    for row, column, reach, light in squares:
+        for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
+            frame[row + down, column + right] = max(abs(down), abs(right)) not in light
+    for bit in range(15):
+        dark = bool(QR_FORMAT >> bit & 1)
+        frame[(bit + (bit > 5), 8) if bit < 8 else (8, (7 if bit == 8 else 14 - bit))] = dark
+        frame[(8, last - bit) if bit < 8 else (last - 14 + bit, 8)] = dark
+    frame[last - 7, 8] = True
+    return {at: dark for at, dark in frame.items() if min(at) >= 0 and max(at) < QR_SIZE}
+
+
+def qr_code(text: str) -> dict[tuple[int, int], bool]:
+    """The QR code of at most QR_BYTES of text, by row and column: is it dark?"""
+    raw = text.encode()
+    whole = (0x400 | len(raw)) << 8 * len(raw) | int.from_bytes(raw, "big")  # 4: bytes
+    data = ((whole << 4).to_bytes(len(raw) + 2, "big") + b"\xec\x11" * QR_DATA)[:QR_DATA]
+    bits = "".join(f"{byte:08b}" for byte in data + qr_check(data)) + "0" * 7
+    modules = qr_frame()
+    # In columns of two from the right, up and down in turn; the left timing line is skipped.
+    rows = range(QR_SIZE)
+    columns = [*range(QR_SIZE - 1, 7, -2), 5, 3, 1]
+    path = [(row, column - left) for turn, column in enumerate(columns)
+            for row in (rows if turn % 2 else reversed(rows)) for left in (0, 1)]  # fmt: skip
+    free = [at for at in path if at not in modules]
+    return modules | {at: (bit == "1") ^ (sum(at) % 2 == 0) for at, bit in zip(free, bits, strict=True)}
+
+
+def drawn(modules: Mapping[tuple[int, int], bool]) -> str:
+    """A QR code for a terminal, two rows to a line."""
+    span = range(-QR_QUIET, QR_SIZE + QR_QUIET)
+    lines = [
+        "".join(" ▄▀█"[2 * modules.get((row, at), False) + modules.get((row + 1, at), False)] for at in span)
+        for row in span[::2]
+    ]
+    return "\n".join(f"{QR_COLOURS}{line}\x1b[0m" for line in lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT. Return 0, or 2 if it could not start."""
+    """Run until SIGTERM or SIGINT. Return 0, or 2 if it could not start. A check returns 0 or 1."""
     try:
         args = parse_arguments(argv)
     except SystemExit as said:  # the version, the help, or what is wrong with the flags
         return 2 if said.code else 0
+    if args.check:
+        told, good = report(Checkup(args, os.environ).run(), args.json)
+        print(told)
+        return 0 if good else 1
     handler = logging.StreamHandler()
     handler.setFormatter(LOG_FORMATS[args.log]())
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.DEBUG if args.debug else logging.INFO)
     try:
+        if args.pair is not None:
+            print_pairing(args, os.environ)
+            return 0
         server, warnings = build_server(args, os.environ)
     except ConfigError as error:
         for problem in error.problems:

@@ -37,8 +37,10 @@ export const EMPTY = { lines: [], seen: [], next: 1, batches: 0 };
  * @returns {Transcript}
  */
 export function add(transcript, heard, session, at) {
-  if (heard.id && transcript.seen.includes(heard.id)) return transcript;
-  const seen = heard.id ? [...transcript.seen, heard.id].slice(-SEEN_KEPT) : transcript.seen;
+  // The ids of one session say nothing about another's.
+  const id = heard.id && `${session} ${heard.id}`;
+  if (id && transcript.seen.includes(id)) return transcript;
+  const seen = id ? [...transcript.seen, id].slice(-SEEN_KEPT) : transcript.seen;
   const fragment = { text: heard.text, startMs: heard.startMs, endMs: heard.endMs, batch: 0 };
   const open = transcript.lines
     .slice(-2)

@@ -20,11 +20,16 @@ IN_CI = os.environ.get("CI") == "true"
 # With plain pytest, tests whose packages the machine does not have are left out.
 PACKAGES = {
     "test_browser.py": ("playwright", "aiortc", "aiohttp"),
+    "test_check.py": ("aiortc", "aiohttp"),
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
+    "test_figures.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
+    "test_long_talk.py": ("playwright", "aiortc", "aiohttp"),
+    "test_pair.py": ("zxingcpp",),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),
+    "test_settings.py": ("playwright", "aiortc", "aiohttp"),
 }
 collect_ignore = [
     name for name, packages in PACKAGES.items() if any(find_spec(package) is None for package in packages)

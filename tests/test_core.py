@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hermes_voice import (
+    _NO,
+    _NO_SAID,
+    _YES,
+    _YES_SAID,
     ACTIVE_LIMIT,
     APPROVAL_SECONDS,
     EVENT_LIMIT,
@@ -338,7 +342,25 @@ def test_masking_twice_changes_nothing_more(text):
         ("See (ftp://example.org/a) now", "See ( ) now"),
         ("<b>bold</b> and <br/> gone, 1 < 2 > 0", "bold and gone, 1 < 2 > 0"),
         ("The key is sk-a1B2a1B2a1B2a1B2.", "The key is ."),
-        ("Family 👩‍👩‍👧‍👦 and flag 🇩🇪 ✅", "Family 👩‍👩‍👧‍👦 and flag 🇩🇪 ✅"),
+        ("Family 👩‍👩‍👧‍👦 and flag 🇩🇪 ✅, 1️⃣ 👍🏽 ok", "Family and flag , 1 ok"),
+        ("A → B", "A B"),
+        ("Look into `/var/log/nginx/access.log` now", "Look into access.log now"),
+        ("in ~/projects/my-app/ and ./run.sh, /etc", "in my-app and run.sh, etc"),
+        (r"It is C:\Users\me\notes.txt.", "It is notes.txt."),
+        ("src/app/main.py calls lib/x.js", "main.py calls x.js"),
+        ("and/or, 24/7, km/h, TCP/IP, 1/2, 2026/11/30", "and/or, 24/7, km/h, TCP/IP, 1/2, 2026/11/30"),
+        ("commit 3f9a2b1c4d5e6f708192a3b4c5d6e7f8091a2b3c is in", "commit 3f9a2b is in"),
+        ("job 9b2f7c1e-4d3a-4f6b-8c9d-0a1b2c3d4e5f failed", "job 9b2f7c failed"),
+        ("facade, 1234567 and 555-0199", "facade, 1234567 and 555-0199"),
+        ("IBAN 12345678901234567890", "IBAN 1234 5678 9012 3456 7890"),
+        ("&lt;b&gt; &amp; 5&nbsp;&euro;", "<b> & 5 €"),
+        ("before<!-- a note --> after", "before after"),
+        ("It grew.[^1]\n[^1]: Source: the log.", "It grew."),
+        ("[the page][1] says\n[1]: https://example.org", "the page says"),
+        ("$$\\int_0^1 x dx$$\nis a half, $a_1$ too, for $5 or $6", "is a half, a_1 too, for $5 or $6"),
+        (r"the area \(\pi r^2\)", "the area r^2"),
+        ("“Quoted,” she said: «oui».", "“Quoted,” she said: «oui»."),
+        ("안녕하세요. 반갑습니다!", "안녕하세요. 반갑습니다!"),
         ("Straße, Größe, naïve", "Straße, Größe, naïve"),
         ("今日は。元気？", "今日は。元気？"),
         ("مرحبا، كيف حالك؟", "مرحبا، كيف حالك؟"),
@@ -361,6 +383,10 @@ def test_markdown_becomes_words(markdown, spoken):
         ("```\nonly code\n```", ["The answer is on your screen."], "```\nonly code\n```"),
         ("It is 3.14. Or v2.0! Fine?", ["It is 3.14. Or v2.0! Fine?"], "It is 3.14. Or v2.0! Fine?"),
         ("a --- b", ["a --- b"], "a --- b"),
+        ('{"status": "ok"}', ["The answer is on your screen."], '{"status": "ok"}'),
+        ("[[1, 2]]", ["The answer is on your screen."], "[[1, 2]]"),
+        ("HTTP 502: bad gateway", ["The answer is on your screen."], "HTTP 502: bad gateway"),
+        ("[1] and {2} are keys.", ["[1] and {2} are keys."], "[1] and {2} are keys."),
         ("Yes.\n----\nNo.", ["Yes. No."], "Yes.\n----\nNo."),
     ],
 )
@@ -425,7 +451,12 @@ def test_a_huge_answer_is_shown_in_part():
     assert shown.endswith("*The rest is too long to show; Hermes has all of it.*")
 
 
-@pytest.mark.parametrize("unit", "[|![|[a](|<a|`|*|*a |__a |~~a |```\n|- |> |eyJ-|--|a.|https://".split("|"))
+@pytest.mark.parametrize(
+    "unit",
+    "[|![|[a](|[^a|<a|<!--|`|*|*a |__a |~~a |```\n|- |> |eyJ-|--|a.|a/|/a|./|$a|$$|\\(|1a|12|https://".split(
+        "|"
+    ),
+)
 def test_no_markdown_takes_long_to_read(unit):
     """A pattern that needs a second for these needs an hour for an answer's 4 MB."""
     said, _ = split_answer(unit * 20_000)
@@ -445,6 +476,8 @@ def test_no_markdown_takes_long_to_read(unit):
         (["你" * 134], ["你" * 133, "你"]),
         (["ü" * 200 + " ende"], ["ü" * 200, "ende"]),
         (["👍🏽" * 51], ["👍🏽" * 50, "👍🏽"]),
+        (["👩‍👩‍👧‍👦" * 17], ["👩‍👩‍👧‍👦" * 16, "👩‍👩‍👧‍👦"]),
+        (["x" + "e\u0301" * 134], ["x" + "e\u0301" * 133, "e\u0301"]),
     ],
 )
 def test_sentences_are_packed_into_few_pieces(sentences, pieces):
@@ -458,7 +491,7 @@ def test_sentences_are_packed_into_few_pieces(sentences, pieces):
         "これは少し長い文です。",
         "这是一个比较长的句子！",
         "هذه جملة عربية طويلة بعض الشيء؟ ",
-        "Family 👩‍👩‍👧‍👦 in 🇩🇪, é and 3.14. ",
+        "Version v2.0 e.g. costs 3.14, né. ",
     ],
 )
 def test_pieces_end_where_sentences_end(sentence):
@@ -530,13 +563,44 @@ def test_a_clear_no_denies(heard):
     [
         *("", " ", "…", "👍", "Hermes.", "Thank you.", "Uh, um."),
         # Backchannels and what people say while they listen.
+        *(
+            "D'accord.",
+            "Vale.",
+            "Va bene.",
+            "Tá bom.",
+            "Goed.",
+            "Dobrze.",
+            "Tamam.",
+            "好的",
+            "嗯",
+            "うん",
+            "ええ",
+        ),
+        *(
+            "いいです",
+            "結構です",
+            "Ja ja, gleich.",
+            "Sí, pero no eso.",
+            "はい、でも",
+            "Oui?",
+            "可以吗？",
+            "はい？",
+        ),
         *("Okay.", "OK", "Mm-hmm.", "Mhm.", "Uh-huh.", "Right.", "Sure.", "I see.", "Alles klar.", "Gut."),
         # Hedges, conditions, second thoughts.
         *("Maybe.", "I think so.", "Probably yes.", "Yes, but not that folder.", "Yes, if it is safe."),
         *("Yes, no.", "No, yes.", "Yeah, no.", "Yes and no.", "Ja, nein.", "Yes, wait.", "Wait.", "Not yet."),
         # Negations of a yes, and of a no.
         *("Not yes.", "I don't say yes.", "Never do it.", "You may not.", "Don't refuse.", "Do not deny it."),
-        *("I didn't say yes.", "Ja nicht.", "Nicht erlauben.", "Nein, doch."),
+        *(
+            "I didn't say yes.",
+            "Ja nicht.",
+            "Nein, doch.",
+            "Pas oui.",
+            "Nie tak.",
+            "不是可以",
+            "はいじゃない",
+        ),
         # Questions, and the question itself, as a loudspeaker gives it back.
         *("Yes?", "Do it?", "No?", "What?", "What does it do?", "Should I say yes?", "Ja?"),
         *("Hermes wants to run a command. Say yes or no.", "Allow it or deny it", "May I allow it"),
@@ -551,7 +615,50 @@ def test_anything_else_is_unclear(heard):
     assert read_answer(heard) is None
 
 
-@given(st.text(), st.sampled_from(["yes", "no", "do it", "nein", ""]))
+@pytest.mark.parametrize(
+    ("yes", "no"),
+    [
+        ("Oui.", "Non, merci."),
+        ("Oui, vas-y, s'il te plaît.", "Non, ne fais pas ça."),
+        ("Sí.", "No, gracias."),
+        ("Sí, adelante, por favor.", "No lo hagas."),
+        ("Si.", "No."),
+        ("Sì, procedi.", "No, non farlo."),
+        ("Sim, pode fazer.", "Não, obrigado."),
+        ("Ja, doe maar.", "Nee, bedankt."),
+        ("Tak, zrób to.", "Nie, dziękuję."),
+        ("Evet, lütfen.", "HAYIR"),
+        ("EVET, İZİN VER", "Hayır, yapma."),
+        ("是的，可以。", "不行！"),
+        ("可以", "不允许。"),
+        ("はい、お願いします。", "いいえ、だめです。"),
+        ("許可します", "やめてください。"),
+    ],
+)
+def test_an_answer_is_understood_in_other_languages(yes, no):
+    assert (read_answer(yes), read_answer(no)) == ("once", "deny")
+
+
+def test_no_word_means_both_yes_and_no():
+    assert set(_YES) == set(_NO)
+    assert len(_YES) == 11
+    assert not _YES_SAID & _NO_SAID
+    assert "" not in _YES_SAID | _NO_SAID
+
+
+def test_more_words_for_an_answer_can_be_given():
+    more = {"yes": ["Jo, passt!"], "no": ["Naa"]}
+
+    assert read_answer("jo passt", **more) == "once"
+    assert read_answer("Naa.", **more) == "deny"
+    assert read_answer("jo passt") is None
+
+
+def test_a_word_that_was_given_both_meanings_has_none():
+    assert read_answer("yes", no=["Yes"]) is None
+
+
+@given(st.text(), st.sampled_from(["yes", "no", "do it", "nein", "はい", ""]))
 @patient
 def test_nothing_that_is_heard_allows_more_than_once(noise, word):
     assert read_answer(noise + word) in (None, "once", "deny")

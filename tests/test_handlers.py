@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -456,12 +457,29 @@ def test_a_running_task_is_stopped(bench):
     reply = b.stop(page.run_id)
 
     assert (reply.status, reply.body["state"]) == (202, "stopping")
-    assert run.stops == 1
+    b.hermes.wait_for("POST", "/v1/runs/run_1/stop")
     page.wait("run", state="stopping")
     run.end("cancelled")
     assert page.done()["finish_reason"] == "cancelled"
     assert b.stop(page.run_id).body["state"] == "cancelled"
     assert run.stops == 1
+
+
+def test_a_stop_is_answered_although_hermes_hangs(bench):
+    b = bench()
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+    page.wait("run", state="running")
+    b.hermes.once("POST", "/v1/runs/*/stop", HANG)
+    began = time.monotonic()
+
+    reply = b.stop(page.run_id)
+
+    assert reply.body["state"] == "stopping"
+    assert time.monotonic() - began < 1
+    b.hermes.wait_for("POST", "/v1/runs/run_1/stop")
+    run.end("cancelled")
+    assert page.done()["finish_reason"] == "cancelled"
 
 
 def test_a_stop_is_kept_until_hermes_has_named_the_run(bench):
@@ -1095,14 +1113,25 @@ def test_a_question_is_answered_by_voice(bench, heard, said, choice):
 
 
 @pytest.mark.parametrize("said", ["Maybe.", "Yes?", "What would it delete?", "Yes, no, wait", "always"])
-def test_what_is_no_clear_answer_decides_nothing(bench, said):
+def test_what_is_no_clear_answer_decides_nothing(bench, heard, said):
     b = bench()
     page, run, _ = asked(b)
 
     assert b.approve(run_id=page.run_id, heard=said) == {"choice": None, "resolved": 0}
 
     assert run.answers == []
+    assert f"approval.unclear run={page.run_id}" in heard.text
     assert b.approve(run_id=page.run_id, choice="deny")["resolved"] == 1
+
+
+@pytest.mark.parametrize(("said", "choice"), [("Jo, passt!", "once"), ("Naa.", "deny")])
+def test_the_config_can_add_words_for_an_answer(bench, said, choice):
+    b = bench(config=Config(yes_phrases=("jo passt",), no_phrases=("naa",)))
+    page, run, _ = asked(b)
+
+    b.approve(run_id=page.run_id, heard=said)
+
+    assert run.answers == [{"choice": choice, "request_id": "q_1"}]
 
 
 @pytest.mark.parametrize(

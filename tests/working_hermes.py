@@ -124,7 +124,8 @@ class Run:
     def ask(self, command="rm -rf /tmp/x", choices=("once", "session", "always", "deny"), **fields):
         """Ask for an approval."""
         self.status["status"] = "waiting_for_approval"
-        self.emit("approval.request", command=command, description="delete", choices=choices, **fields)
+        fields = {"description": "delete", **fields}
+        self.emit("approval.request", command=command, choices=choices, **fields)
 
     def end(self, state, **fields):
         """Reach a final state and say so."""
