@@ -46,6 +46,7 @@ import ipaddress
 import itertools
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -88,12 +89,21 @@ class VoiceError(Exception):
     status = 500
     code = "internal"
 
-    def __init__(self, message: str, *, code: str = "", detail: str = "", status: int = 0) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "",
+        detail: str = "",
+        status: int = 0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code or self.code
         self.detail = detail
         self.status = status or self.status
+        self.headers = headers or {}
 
 
 class BadRequest(VoiceError):
@@ -190,10 +200,22 @@ class ConfigError(Exception):
         self.problems = list(problems)
 
 
+LOGGED_CHARS = 1000  # of one value; a request line alone can have 64 KiB
+
+
 def log_event(event: str, level: int = logging.INFO, crash: bool = False, **pairs: object) -> None:
-    """One line: the event's name, then key=value. Values are escaped."""
-    words = [event, *(f"{key}={_loggable(value)}" for key, value in pairs.items())]
-    log.log(level, "%s", " ".join(words), exc_info=crash)
+    """One line: the event's name, then key=value. Values are cut and escaped.
+
+    The record carries both once more as they are, for a formatter that writes no text.
+    """
+    if not log.isEnabledFor(level):
+        return
+    plain = {
+        key: value if value is None or isinstance(value, int | float) else str(value)[:LOGGED_CHARS]
+        for key, value in pairs.items()
+    }
+    words = [event, *(f"{key}={_loggable(value)}" for key, value in plain.items())]
+    log.log(level, "%s", " ".join(words), exc_info=crash, extra={"event": event, "pairs": plain})
 
 
 def _loggable(value: object) -> str:
@@ -239,6 +261,9 @@ GLOSSARY_LIMIT = 100  # terms
 TERM_LIMIT = 80  # characters
 
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
 @dataclass(frozen=True)
 class Term:
     """A glossary entry: how it is written and, if that helps, how it sounds."""
@@ -264,6 +289,7 @@ class Config:
     yes_phrases: tuple[str, ...] = ()
     no_phrases: tuple[str, ...] = ()
     public_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[Network, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -395,6 +421,19 @@ def _hosts(value: object, _warnings: list[str]) -> tuple[str, ...]:
     return hosts
 
 
+def _networks(value: object, _warnings: list[str]) -> tuple[Network, ...]:
+    if not isinstance(value, list) or len(value) > 50:
+        raise ValueError("must be a list of at most 50 addresses or networks")
+    networks = []
+    for entry in value:
+        text = _text(entry, 50, "entries ")
+        try:
+            networks.append(ipaddress.ip_network(text))
+        except ValueError:
+            raise ValueError(f"holds {text!r}; give addresses, or networks such as '10.0.0.0/8'") from None
+    return tuple(networks)
+
+
 # Each takes the value and the list of warnings, and returns the value to use.
 CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
     "model": _model,
@@ -410,6 +449,7 @@ CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
     "yes_phrases": lambda value, _: _phrases(value),
     "no_phrases": lambda value, _: _phrases(value),
     "public_hosts": _hosts,
+    "trusted_proxies": _networks,
 }
 
 
@@ -1176,7 +1216,9 @@ class RunStream:
                 event = json.loads(data)
                 name = event["event"]
             except (ValueError, KeyError, TypeError, RecursionError):
-                raise Garbled("Hermes sent an event that makes no sense", detail=data[:200]) from None
+                raise Garbled(
+                    "Hermes sent an event that makes no sense", detail=f"{len(data)} characters"
+                ) from None
             self.heard_at = now
             yield from self._read(name, event, now)
 
@@ -1917,6 +1959,8 @@ READ_TIMEOUT = 30  # seconds between two bytes of an answer
 # Hermes sends a keepalive every 10 s (30 s before 0.21.5) on an open event stream.
 EVENTS_TIMEOUT = 40  # seconds
 ANSWER_LIMIT = 8 << 20  # bytes of one JSON answer
+DETAIL_CHARS = 300  # of an answer that is no success, for the log
+QUOTE_CHARS = 12  # in a row that stand in the request: a quote of what was said, or of the SDP
 READ_SIZE = 1 << 16  # bytes; larger reads map and unmap memory each time
 
 # A broken body raises HTTPException, which is neither OSError nor ValueError.
@@ -1925,7 +1969,10 @@ BROKEN = (OSError, ValueError, http.client.HTTPException)
 
 @dataclass(frozen=True)
 class Answer:
-    """An upstream's answer, whatever its status. `body` is {} if it is no JSON object."""
+    """An upstream's answer, whatever its status.
+
+    `body` is {} if it is no JSON object, `text` is what may be logged of an error.
+    """
 
     status: int
     headers: http.client.HTTPMessage
@@ -1991,10 +2038,12 @@ class Upstream:
     def unreachable(self, error: Exception, arrived: bool) -> Unreachable:
         """What a failed connection means, for a person."""
         reason = "did not answer" if isinstance(error, TimeoutError) else "cannot be reached"
+        # What is not from the system quotes what came, which may be anything.
+        what = f": {error}" if isinstance(error, OSError) else ""
         return Unreachable(
             f"{self.name} {reason}. {self.advice}",
             code=f"{self.name.lower()}_unreachable",
-            detail=f"{type(error).__name__}: {error}",
+            detail=f"{type(error).__name__}{what}".replace(self._key, "•••"),
             arrived=arrived,
         )
 
@@ -2004,7 +2053,7 @@ class Upstream:
             f"{self.name} gave an answer that makes no sense here. Check that its address is right, or look"
             " for a newer hermes-voice.",
             code=f"{self.name.lower()}_garbled",
-            detail=detail[:300],
+            detail=detail,
         )
 
     def send(
@@ -2051,14 +2100,34 @@ class Upstream:
             parsed = json.loads(text)
         except (ValueError, RecursionError):
             parsed = None
-        return Answer(response.status, response.headers, parsed if isinstance(parsed, dict) else {}, text)
+        found = parsed if isinstance(parsed, dict) else {}
+        loggable = unquoted(text[:DETAIL_CHARS], body) if response.status >= 300 or not found else ""
+        return Answer(response.status, response.headers, found, loggable)
+
+
+def unquoted(text: str, sent: object) -> str:
+    """The start of an answer, for the log, without what it repeats of the request."""
+    private = "\n".join(_strings(sent))
+    starts = range(len(text) - QUOTE_CHARS + 1)
+    quoted = [at for at in starts if text[at : at + QUOTE_CHARS] in private]
+    hidden = {at + more for at in quoted for more in range(QUOTE_CHARS)}
+    return re.sub("\0+", "•••", "".join("\0" if at in hidden else sign for at, sign in enumerate(text)))
+
+
+def _strings(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield json.dumps(value)[1:-1]  # as a JSON answer repeats it
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
 
 def _refused(answer: Answer, code: str, message: str) -> Refused:
     return Refused(
         message,
         code=code,
-        detail=f"{answer.status} {answer.text[:300]}",
+        detail=f"{answer.status} {answer.text}",
         answered=answer.status,
         retry_after=answer.retry_after,
     )
@@ -2195,9 +2264,15 @@ class Hermes(Upstream):
         answer = self.call(method, path, body, headers)
         if not 200 <= answer.status < 300:
             default = ("hermes_trouble", "Hermes ran into an error. Its log says why.")
-            raise _refused(answer, *HERMES_REFUSALS.get(answer.status, default))
+            error = _refused(answer, *HERMES_REFUSALS.get(answer.status, default))
+            # Its words may quote any command or answer; its code is enough to find them there.
+            log_event("hermes.refused", logging.DEBUG, path=path, detail=error.detail)
+            said = str(answer.error.get("code") or "")
+            error.detail = f"{answer.status} {said if ID.fullmatch(said) else ''}".strip()
+            raise error
         if not answer.body:
-            raise self.garbled(answer.text)
+            log_event("hermes.garbled", logging.DEBUG, path=path, detail=answer.text)
+            raise self.garbled(f"{answer.status} without a JSON object")
         return answer.body
 
     def features(self) -> Json:
@@ -2333,6 +2408,7 @@ class Reply:
     body: Json
     status: int = 200
     lost: Callable[[], None] = lambda: None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -2374,6 +2450,9 @@ class App:
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
         """Add updates to a run and wake who follows it."""
+        updates = list(updates)
+        for update in updates:
+            log_event("run.updated", logging.DEBUG, run=run.id, update=update)
         with self.changed:
             run.publish(updates)
             self.go_on(run)
@@ -2460,7 +2539,8 @@ def next_start(app: App) -> int:
     now = app.clock()
     if len(app.starts) == STARTS_PER_MINUTE and now - app.starts[0] < 60:
         wait = round(60 - (now - app.starts[0])) + 1
-        raise TooMany(f"Too many calls were started within a minute. Try again in {wait} seconds.")
+        message = f"Too many calls were started within a minute. Try again in {wait} seconds."
+        raise TooMany(message, headers={"Retry-After": str(wait)})
     app.starts.append(now)
     app.start_number += 1
     return app.start_number
@@ -3119,12 +3199,30 @@ def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
 # The gate stands before every handler, whether the route exists or not: the Host must be
 # ours, which stops DNS rebinding; the Origin must be the Host's, which stops other pages;
 # the token must be right, unless the path is open. An error becomes HTTP in one place.
+#
+# A connection has a thread. There are only so many: over the cap the one that has waited
+# longest without a complete request is closed, so that who sends nothing keeps nobody out.
 
 BODY_LIMIT = 256 << 10  # bytes
 REQUEST_SECONDS = 30  # until a request is complete, and for each write of its answer
 # After an answer that ends a connection, what the client still sends is read: closing on
 # it would reset the answer away.
 LINGER_SECONDS, LINGER_LIMIT = 5, 8 << 20  # bytes
+# Each connection costs a thread and a descriptor, and a run needs descriptors of its own.
+CONNECTIONS_MOST, CONNECTIONS_LEAST = 1000, 8
+RETRY_SECONDS = 5  # what a client is told that found no room
+# A client that is turned away gets so long to read why, and so many at once.
+LEAVING_SECONDS, LEAVING_MOST = 1, 32
+# accept() fails at once, and again, while descriptors lack.
+ACCEPT_PAUSE = 0.1  # seconds
+OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+# Wrong tokens of one client: so many at once, then one more every few seconds. The first
+# ones are answered without delay: a token that was changed, a mistake in copying.
+WRONG_TOKENS, WRONG_TOKENS_AT_ONCE = 10, 3
+WRONG_TOKEN_SECONDS, WRONG_TOKEN_DELAY = 10, 1.0
+CLIENTS_KEPT = 1000  # whose wrong tokens are remembered; the oldest is forgotten first
+# What anybody can cause is written once per client and so many times in all, in so long.
+WARNING_SECONDS, WARNINGS_MOST = 10, 20
 BACKLOG = 256  # connections waiting to be accepted; the default of 5 loses callers
 CERTIFICATE_SECONDS = 1  # between two looks at the certificate's files
 CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError, ssl.SSLError)
@@ -3230,14 +3328,84 @@ def check_origin(headers: Message, page: bool) -> None:
         raise Forbidden("This request comes from another site's page.")
 
 
+def shown_token(header: str) -> bytes:
+    """The token that an Authorization header shows, b"" if none."""
+    scheme, _, token = header.partition(" ")
+    return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+
+
 def check_token(header: str, access: str | None) -> None:
     """Raise Unauthorized unless the header holds the access token, if there is one."""
-    scheme, _, token = header.partition(" ")
-    given = token.strip().encode("latin-1", "replace")
-    if access is not None and not (
-        scheme.lower() == "bearer" and hmac.compare_digest(given, access.encode())
-    ):
+    if access is not None and not hmac.compare_digest(shown_token(header), access.encode()):
         raise Unauthorized("The access token is missing or wrong.")
+
+
+def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text holds, with or without a port, an IPv4 one always as such."""
+    text = text.strip()
+    try:
+        address = ipaddress.ip_address((text if is_address(text) else host_name(text)).partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def client_of(peer: str, forwarded: Iterable[str], proxies: Sequence[Network]) -> str:
+    """Who asks: the peer, or whom trusted proxies name in their X-Forwarded-For headers."""
+    client = address_of(peer)
+    for told in reversed(",".join(forwarded).split(",")):
+        address = address_of(told)
+        if client is None or address is None or not any(client in network for network in proxies):
+            break
+        client = address
+    return str(client or peer)
+
+
+def neighbourhood(client: str) -> str:
+    """What counts as one client: an IPv4 address, or an IPv6 network of which one gets all addresses."""
+    address = address_of(client)
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address or client)
+
+
+class WrongTokens:
+    """How many wrong tokens each client has shown lately. The caller holds the lock."""
+
+    def __init__(self) -> None:
+        self._shown: OrderedDict[str, tuple[float, float]] = OrderedDict()  # how many, and when
+
+    def count(self, client: str, now: float) -> tuple[float, int]:
+        """Count one. Return the seconds to hold its answer back and, if it is refused, to wait."""
+        shown, at = self._shown.pop(client, (0.0, now))
+        shown = max(0.0, shown - (now - at) / WRONG_TOKEN_SECONDS)
+        over = shown + 1 - WRONG_TOKENS
+        self._shown[client] = (shown if over > 0 else shown + 1, now)
+        if len(self._shown) > CLIENTS_KEPT:
+            self._shown.popitem(last=False)
+        if over > 0:
+            return 0, math.ceil(over * WRONG_TOKEN_SECONDS)
+        return (WRONG_TOKEN_DELAY if shown + 1 > WRONG_TOKENS_AT_ONCE else 0), 0
+
+
+class Warnings:
+    """Which warnings are written, so that nobody can fill the log. The caller holds the lock."""
+
+    def __init__(self) -> None:
+        self._began = float("-inf")
+        self._told: set[str] = set()
+        self._left_out = 0
+
+    def admit(self, client: str, now: float) -> int | None:
+        """How many were left out before this one, None if it is left out as well."""
+        if now - self._began >= WARNING_SECONDS:
+            self._began, self._told = now, set()
+        if client in self._told or len(self._told) >= WARNINGS_MOST:
+            self._left_out += 1
+            return None
+        self._told.add(client)
+        left_out, self._left_out = self._left_out, 0
+        return left_out
 
 
 def find_route(method: str, path: str) -> tuple[Handling, tuple[str, ...]]:
@@ -3248,7 +3416,7 @@ def find_route(method: str, path: str) -> tuple[Handling, tuple[str, ...]]:
         if verb == method:
             return handler, ids
     if found:
-        raise NotFound(f"Use {found[0][0]} here.", status=405, code="wrong_method")
+        raise wrong_method([verb for verb, *_ in found])
     raise NotFound("There is nothing here.")
 
 
@@ -3281,6 +3449,12 @@ class Certificate:
         return []
 
 
+def wrong_method(methods: Sequence[str]) -> NotFound:
+    """That a path takes other methods, and which."""
+    allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
+    return NotFound(f"Use {methods[0]} here.", status=405, code="wrong_method", headers={"Allow": allowed})
+
+
 class Server(ThreadingHTTPServer):
     """The listening socket, with what its handlers need."""
 
@@ -3295,28 +3469,105 @@ class Server(ThreadingHTTPServer):
         page: dict[str, tuple[str, bytes]],
         request_seconds: float = REQUEST_SECONDS,
         certificate: Certificate | None = None,
+        connections: int = CONNECTIONS_MOST,
     ) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.app, self.page, self.request_seconds = app, page, request_seconds
         self.certificate = certificate
+        self.connections = connections
+        # Since when each connection has waited for a complete request; None: it has one.
+        self.waiting: dict[socket.socket, float | None] = {}
+        self.leaving: deque[tuple[float, socket.socket]] = deque()  # turned away; when to close
+        self.wrong_tokens, self.warnings = WrongTokens(), Warnings()
+        # For these. Accepting must not wait for the journal, as who takes `app.changed` may.
+        self.counting = threading.Lock()
+        self.hold_back: Callable[[float], None] = time.sleep
         self.names = {address[0].lower(), *app.config.public_hosts}
         self.streams = 0  # open, so that shutting down can wait for their last lines
         self.turned_at = time.monotonic()  # when the accepting thread last came round
         super().__init__(address, Handler)
 
-    def service_actions(self) -> None:
-        """The accepting thread has come round."""
-        self.turned_at = time.monotonic()
-
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Its first read makes the handshake, in its own thread and time."""
-        connection, address = super().get_request()
+        """Accept a connection. Where descriptors lack, make room and let others run first.
+
+        Its first read makes the TLS handshake, in its own thread and time.
+        """
+        try:
+            connection, address = super().get_request()
+        except OSError as error:
+            if error.errno in OUT_OF_FILES:
+                self.make_room()
+                self.warn("connection.unaccepted", "", detail=error.strerror)
+                time.sleep(ACCEPT_PAUSE)
+            raise
         if self.certificate is not None:
             connection = self.certificate.context().wrap_socket(
                 connection, server_side=True, do_handshake_on_connect=False
             )
         return connection, address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread of its own, if there is room for it."""
+        if len(self.waiting) >= self.connections and not self.make_room():
+            self.turn_away(request, client_address[0])
+            return
+        self.mark(request, time.monotonic(), new=True)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be had
+            self.turn_away(request, client_address[0])
+
+    def mark(self, connection: socket.socket, since: float | None, new: bool = False) -> None:
+        """Note that a connection waits for a request, or (None) that it has one."""
+        with self.counting:
+            if new or connection in self.waiting:  # it may have been closed to make room
+                self.waiting[connection] = since
+
+    def make_room(self) -> bool:
+        """Close the connection that has waited longest without a complete request, if any."""
+        with self.counting:
+            waiting = [(since, which) for which, since in self.waiting.items() if since is not None]
+            if not waiting:
+                return False
+            _, longest = min(waiting, key=lambda item: item[0])
+            del self.waiting[longest]
+        with contextlib.suppress(OSError):
+            longest.shutdown(socket.SHUT_RDWR)  # its thread sees the end and closes it
+        return True
+
+    def turn_away(self, request: socket.socket, client: str) -> None:
+        """Say that there is no room. Closing at once could reset the answer away."""
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(no_room())
+            request.shutdown(socket.SHUT_WR)
+        self.leaving.append((time.monotonic() + LEAVING_SECONDS, request))
+        self.warn("connection.refused", client, connections=len(self.waiting))
+
+    def service_actions(self) -> None:
+        """The accepting thread has come round. Close the connections that have been turned away."""
+        self.turned_at = time.monotonic()
+        while self.leaving and (len(self.leaving) > LEAVING_MOST or self.leaving[0][0] < time.monotonic()):
+            _, request = self.leaving.popleft()
+            with contextlib.suppress(OSError):
+                request.recv(READ_SIZE)
+            self.close_request(request)
+
+    def close_request(self, request: Any) -> None:
+        """Close a connection for good."""
+        with self.counting:
+            self.waiting.pop(request, None)
+        super().close_request(request)
+
+    def warn(self, event: str, client: str, **pairs: Any) -> None:
+        """Log what anybody can cause, but not all of it."""
+        with self.counting:
+            left_out = self.warnings.admit(neighbourhood(client), time.monotonic())
+        if left_out:
+            pairs["left_out"] = left_out
+        if left_out is not None:
+            log_event(event, logging.WARNING, client=client, **pairs)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A connection's thread died outside of a request."""
@@ -3355,6 +3606,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         """Wait for a request, within its time, and serve it."""
         self.incoming.until = time.monotonic() + self.server.request_seconds
+        self.server.mark(self.connection, time.monotonic())
         try:
             super().handle_one_request()
         except ssl.SSLError as error:
@@ -3365,6 +3617,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         """Read on until the client has closed, within limits."""
+        self.server.mark(self.connection, time.monotonic())
         if isinstance(self.connection, ssl.SSLSocket):
             self.connection.settimeout(0)
             with contextlib.suppress(OSError, ValueError):
@@ -3382,17 +3635,18 @@ class Handler(BaseHTTPRequestHandler):
         # Until its body is read, a kept connection would take it for the next request.
         self.close_connection = True
         self.unread = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+        self.admitted = False
+        forwarded = self.headers.get_all("X-Forwarded-For", [])
+        self.client = client_of(self.client_address[0], forwarded, self.server.app.config.trusted_proxies)
         try:
             reply = self.respond()
         except VoiceError as error:
-            level = logging.WARNING if isinstance(error, UpstreamError) else logging.INFO
-            log_event("request.refused", level, path=self.path, code=error.code,
-                      client=self.client_address[0], detail=error.detail)  # fmt: skip
+            self.log_refusal(error)
             reply = error_reply(error)
         except CLIENT_GONE:
             return
         except Exception:
-            log_event("request.crashed", logging.ERROR, crash=True, path=self.path)
+            log_event("request.crashed", logging.ERROR, crash=True, path=self.plain_path)
             reply = error_reply(VoiceError("Something went wrong in hermes-voice. Its log says what."))
         try:
             self.connection.settimeout(self.server.request_seconds)
@@ -3408,16 +3662,18 @@ class Handler(BaseHTTPRequestHandler):
         """Gate, route, body, handler."""
         if self.headers.defects:  # what follows a malformed line is taken for the body
             raise BadRequest("The request's headers could not be read.")
+        if re.search(r"[\x00-\x1f\x7f-\xa0]", self.requestline):  # some of it is taken for spaces
+            raise BadRequest("The request's first line holds a control character.")
         path, _, query = self.path.partition("?")
         method = "GET" if self.command == "HEAD" else self.command
         page = self.server.page.get(path)
         check_host(self.headers.get_all("Host", []), self.server.names)
         check_origin(self.headers, page is not None and method == "GET")
         if page is None and path not in OPEN_PATHS:
-            check_token(self.headers.get("Authorization", ""), self.server.app.access)
+            self.check_token()
         if page is not None:
             if method != "GET":
-                raise NotFound("Use GET here.", status=405, code="wrong_method")
+                raise wrong_method(["GET"])
             self.keep_alive()
             return page
         handler, ids = find_route(method, path)
@@ -3426,8 +3682,43 @@ class Handler(BaseHTTPRequestHandler):
         asked = Request(ids, dict(urllib.parse.parse_qsl(query)), body, self.client_is_gone)
         return handler(self.server.app, asked)
 
+    def check_token(self) -> None:
+        """Let who has the token in. Wrong ones are slowed, then refused with TooMany."""
+        shown = self.headers.get("Authorization", "")
+        try:
+            check_token(shown, self.server.app.access)
+            self.admitted = True
+        except Unauthorized:
+            if shown_token(shown):
+                self.slow_down()
+            raise
+
+    def slow_down(self) -> None:
+        """Count a wrong token. Raise TooMany when there were too many."""
+        with self.server.counting:
+            delay, wait = self.server.wrong_tokens.count(neighbourhood(self.client), time.monotonic())
+        if wait:
+            message = f"Too many wrong access tokens. Check the token, then try again in {wait} seconds."
+            raise TooMany(message, headers={"Retry-After": str(wait)}) from None
+        self.server.hold_back(delay)
+
+    def log_refusal(self, error: VoiceError) -> None:
+        """Log why a request was refused; what comes from anybody must not fill the log."""
+        pairs: Json = {"path": self.plain_path, "code": error.code, "detail": error.detail}
+        if not self.admitted and not isinstance(error, UpstreamError):
+            self.server.warn("request.refused", self.client, **pairs)
+            return
+        level = logging.WARNING if isinstance(error, UpstreamError) else logging.INFO
+        log_event("request.refused", level, client=self.client, **pairs)
+
+    @property
+    def plain_path(self) -> str:
+        """The path without its query, in which people put what belongs in no log."""
+        return self.path.partition("?")[0]
+
     def keep_alive(self) -> None:
         """Keep the connection, if the client wants that and no unread body is in the way."""
+        self.server.mark(self.connection, None)  # the request is complete
         wanted = self.headers.get("Connection", "").lower()
         self.close_connection = self.unread or "close" in wanted or self.request_version < "HTTP/1.1"
 
@@ -3442,6 +3733,9 @@ class Handler(BaseHTTPRequestHandler):
         length = int(lengths[0])
         if length > BODY_LIMIT:
             raise TooLarge(f"The body must have at most {BODY_LIMIT} bytes.")
+        if self.headers.get("Expect", "").lower() == "100-continue":
+            self.send_response_only(100)
+            self.end_headers()
         raw = self.rfile.read(length)
         if len(raw) < length:
             raise ConnectionResetError("the body was cut off")
@@ -3453,6 +3747,10 @@ class Handler(BaseHTTPRequestHandler):
         if not isinstance(body, dict):
             raise BadRequest("The body must be a JSON object.")
         return body
+
+    def handle_expect_100(self) -> bool:
+        """Let a client that asks before it sends its body wait until the body is wanted."""
+        return True
 
     def client_is_gone(self) -> bool:
         """Whether the client has hung up while it was being answered."""
@@ -3471,20 +3769,24 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(reply, Updates):
             self.send_updates(reply)
         elif isinstance(reply, Reply):
-            self.send_whole(reply.status, "application/json", json.dumps(reply.body).encode(), "no-store")
+            data = json.dumps(reply.body).encode()
+            self.send_whole(reply.status, "application/json", data, "no-store", reply.headers)
         else:
             self.send_whole(200, *reply, "no-cache")
 
-    def send_whole(self, status: int, media_type: str, data: bytes, caching: str) -> None:
+    def send_whole(
+        self, status: int, media_type: str, data: bytes, caching: str, more: Mapping[str, str] = {}
+    ) -> None:
         """Write an answer whose length is known."""
-        self.send_head(status, media_type, caching, {"Content-Length": str(len(data))})
+        self.send_head(status, media_type, caching, {"Content-Length": str(len(data)), **more})
         if self.command != "HEAD":
             self.wfile.write(data)
 
     def send_updates(self, reply: Updates) -> None:
-        """Write NDJSON as it comes, in chunks, all lines at hand in one go."""
-        self.send_head(200, "application/x-ndjson", "no-store",
-                       {"Transfer-Encoding": "chunked", "X-Accel-Buffering": "no"})  # fmt: skip
+        """Write NDJSON as it comes, all lines at hand in one go, in chunks if the client knows them."""
+        chunked = self.request_version >= "HTTP/1.1"
+        framing = {"Transfer-Encoding": "chunked"} if chunked else {}
+        self.send_head(200, "application/x-ndjson", "no-store", {"X-Accel-Buffering": "no", **framing})
         if self.command == "HEAD":
             return
         with self.server.app.changed:
@@ -3492,8 +3794,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             for batch in reply.batches:
                 lines = "".join(json.dumps(update) + "\n" for update in batch).encode()
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(lines), lines))
-            self.wfile.write(b"0\r\n\r\n")
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(lines), lines) if chunked else lines)
+            self.wfile.write(b"0\r\n\r\n" if chunked else b"")
         finally:
             with self.server.app.changed:
                 self.server.streams -= 1
@@ -3512,7 +3814,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class calls this for requests it cannot read."""
         self.close_connection = True
-        log_event("request.malformed", client=self.client_address[0], status=code)
+        self.server.warn("request.malformed", self.client_address[0], status=int(code))
         reply = error_reply(BadRequest("The request could not be read.", status=int(code)))
         self.command, self.path = getattr(self, "command", None) or "", ""
         self.send(reply)
@@ -3522,7 +3824,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """One line per answer, for those who want it."""
-        log_event("request.answered", logging.DEBUG, method=self.command, path=self.path, status=int(code))
+        log_event("request.answered", logging.DEBUG, method=self.command, path=self.plain_path,
+                  status=int(code))  # fmt: skip
 
 
 OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
@@ -3530,7 +3833,24 @@ OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
 
 def error_reply(error: VoiceError) -> Reply:
     """An error in the shape it always has on the wire."""
-    return Reply({"error": {"code": error.code, "message": error.message}}, error.status)
+    body = {"error": {"code": error.code, "message": error.message}}
+    return Reply(body, error.status, headers=error.headers)
+
+
+def no_room() -> bytes:
+    """The whole answer to a client that is turned away."""
+    message = "hermes-voice has as many connections as it can. Close other pages, or try again soon."
+    data = json.dumps(error_reply(VoiceError(message, code="no_room")).body).encode()
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(data)),
+        "Connection": "close",
+        "Retry-After": str(RETRY_SECONDS),
+        "Cache-Control": "no-store",
+        **SECURITY_HEADERS,
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"HTTP/1.1 503 Service Unavailable\r\n{lines}\r\n".encode() + data
 
 
 # ---- demo --------------------------------------------------------------------
@@ -3819,10 +4139,11 @@ class DemoHandler(BaseHTTPRequestHandler):
 
 SHUTDOWN_SECONDS = 3  # for streams to write their last line
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+FILES_WANTED = 4096  # descriptors; twice the connections, and room for runs
 
 
 class LogFormat(logging.Formatter):
-    """Time in UTC, level, message."""
+    """Time in UTC, level, message, and under a bug's line where it happened."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)sZ %(levelname)-5.5s %(message)s", "%Y-%m-%dT%H:%M:%S")
@@ -3830,6 +4151,32 @@ class LogFormat(logging.Formatter):
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         """The record's time in UTC."""
         return time.strftime(str(datefmt), time.gmtime(record.created))
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback, indented and escaped: what an exception quotes must not look like a line."""
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(
+            "  " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines
+        )
+
+
+class JsonFormat(LogFormat):
+    """One JSON object a line: time, level, event, and the pairs as they are."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        written = {
+            "time": self.formatTime(record, self.datefmt) + "Z",
+            "level": record.levelname,
+            "event": vars(record)["event"],
+            **vars(record)["pairs"],
+        }
+        if record.exc_info:
+            written["exception"] = logging.Formatter.formatException(self, record.exc_info)
+        return json.dumps(written)
+
+
+LOG_FORMATS: dict[str, type[LogFormat]] = {"text": LogFormat, "json": JsonFormat}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -3854,6 +4201,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
     add("--demo", action="store_true", help="try it without keys: the voice and Hermes are stand-ins")
+    add("--log", choices=[*LOG_FORMATS], default="text", help="how the log is written; default %(default)s")
+    add("--debug", action="store_true", help="log every request and update, so also what was said")
     add("--check", action="store_true", help="say what is right, what is wrong and what to do, and end")
     add("--json", action="store_true", help="with --check: the same for programs")
     add("--pair", nargs="?", const="", metavar="URL", help="print a link that lets a device in, and end")
@@ -3914,6 +4263,28 @@ def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Jo
         return journal
     except (OSError, sqlite3.Error) as error:
         raise unusable_journal(folder, error) from None
+
+
+def raise_file_limit() -> int:
+    """How many descriptors this process may have, raised to what is wanted where that can be."""
+    try:
+        import resource  # there is none on Windows
+    except ImportError:
+        return FILES_WANTED
+    soft, hard = (FILES_WANTED if limit == resource.RLIM_INFINITY else limit
+                  for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # fmt: skip
+    if soft >= min(FILES_WANTED, hard):
+        return soft
+    with contextlib.suppress(OSError, ValueError):
+        hardest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES_WANTED, hard), hardest))
+        return min(FILES_WANTED, hard)
+    return soft
+
+
+def connections_for(files: int) -> int:
+    """How many connections so many descriptors allow: half, as runs and the journal need some too."""
+    return min(CONNECTIONS_MOST, max(CONNECTIONS_LEAST, files // 2 - 32))
 
 
 def check_demo(args: argparse.Namespace, host: str) -> list[str]:
@@ -3996,7 +4367,10 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     hermes = Hermes(demo.url, demo.key) if demo else Hermes(args.hermes_url, keys.hermes)
     app = App(settings.config, keys.access, openai, hermes, journal)
     try:
-        server = Server(settings.address, app, settings.page, certificate=settings.certificate)
+        connections = connections_for(raise_file_limit())
+        server = Server(
+            settings.address, app, settings.page, certificate=settings.certificate, connections=connections
+        )
         return server, settings.warnings
     except (OSError, UnicodeError) as error:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
@@ -4570,9 +4944,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(told)
         return 0 if good else 1
     handler = logging.StreamHandler()
-    handler.setFormatter(LogFormat())
+    handler.setFormatter(LOG_FORMATS[args.log]())
     log.handlers, log.propagate = [handler], False
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG if args.debug else logging.INFO)
     try:
         if args.pair is not None:
             print_pairing(args, os.environ)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -349,6 +350,7 @@ class Process:
                 self.logged.notify_all()
             if found := re.search(r"server\.listening url=(\S+)", line):
                 self.url = found[1]
+            if "server.listening" in line:
                 self.listening.set()
         self.listening.set()
 
@@ -376,10 +378,13 @@ class Process:
         return code
 
     def post(self, path, body, **headers):
-        return self.get(path, json.dumps(body).encode(), **{"Content-Type": "application/json"}, **headers)
+        """The answer to a body, to be read as it comes."""
+        headers |= {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        return urllib.request.urlopen(request, timeout=STOP_SECONDS)
 
-    def get(self, path, data=None, **headers):
-        request = urllib.request.Request(self.url + path, data, headers)
+    def get(self, path, **headers):
+        request = urllib.request.Request(self.url + path, headers=headers)
         with urllib.request.urlopen(request, timeout=STOP_SECONDS) as answer:
             return answer.read()
 
@@ -421,6 +426,45 @@ def test_a_process_serves_until_it_is_told_to_stop(flags, write, tmp_path):
         assert "server.stopped" in sidecar.lines[-1]
     assert "Traceback" not in sidecar.log
     assert all(secret not in sidecar.log for secret in KEYS.values())
+
+
+def test_a_full_disk_takes_no_task_down(flags, tmp_path):
+    """From some moment on no file may grow, so every write of the journal fails."""
+    with contextlib.ExitStack() as stack:
+        hermes = stack.enter_context(WorkingHermes())
+        state = str(tmp_path / "state")
+        sidecar = stack.enter_context(Process(flags(hermes_url=hermes.url, state=state), tmp_path))
+        body = {"hermes_session": "c1", "lines": [{"speaker": "user", "text": "Work."}]}
+        first = sidecar.post("delegate", body)
+        hermes.run(1).emit("tool.started", tool="terminal")
+
+        resource.prlimit(sidecar.process.pid, resource.RLIMIT_FSIZE, (0, 0))
+        hermes.run(1).end("completed", output="Done all the same.")
+        second = sidecar.post("delegate", body)
+        hermes.run(2).end("completed", output="And once more.")
+
+        for stream, said in ((first, "Done all the same."), (second, "And once more.")):
+            assert json.loads(stream.read().splitlines()[-1])["say"] == [said]
+        assert sidecar.stop(signal.SIGTERM) == 0
+    assert "journal.failed" in sidecar.log
+    assert "Traceback" not in sidecar.log
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_log_can_be_json_and_tell_all(flags, tmp_path, debug):
+    with Process([*flags(log="json"), *(["--debug"] if debug else [])], tmp_path) as sidecar:
+        sidecar.url = json.loads(sidecar.lines[1])["url"]
+        sidecar.get("healthz?x=1")
+        assert sidecar.stop(signal.SIGTERM) == 0
+
+    lines = [json.loads(line) for line in sidecar.lines]
+    events = [line["event"] for line in lines]
+    assert all(list(line)[:3] == ["time", "level", "event"] for line in lines)
+    answered = [line for line in lines if line["event"] == "request.answered"]
+    assert [(line["level"], line["path"], line["status"]) for line in answered] == (
+        [("DEBUG", "/healthz", 200)] if debug else []
+    )
+    assert (events[0], events[1], events[-1]) == ("server.starting", "server.listening", "server.stopped")
 
 
 def test_an_interrupt_ends_it_as_well(flags, tmp_path):

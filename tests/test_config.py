@@ -4,6 +4,7 @@ import json
 import os
 import re
 from dataclasses import fields
+from ipaddress import ip_network
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,10 @@ def test_every_field_has_a_check():
         ({"idle_seconds": 7200}, {"idle_seconds": 7200}),
         ({"approval_seconds": 0}, {"approval_seconds": 0}),
         ({"public_hosts": ["Voice.Example.org.", "a"]}, {"public_hosts": ("voice.example.org", "a")}),
+        (
+            {"trusted_proxies": ["127.0.0.1", "fd00::/8"]},
+            {"trusted_proxies": (ip_network("127.0.0.1/32"), ip_network("fd00::/8"))},
+        ),
     ],
 )
 def test_good_values_are_taken(given, used):
@@ -143,6 +148,22 @@ def test_good_values_are_taken(given, used):
         ({"public_hosts": "a"}, "'public_hosts' must be a list of at most 50 host names"),
         ({"public_hosts": ["a"] * 51}, "'public_hosts' must be a list of at most 50 host names"),
         ({"public_hosts": [5]}, "'public_hosts' entries must be a string"),
+        (
+            {"trusted_proxies": "10.0.0.1"},
+            "'trusted_proxies' must be a list of at most 50 addresses or networks",
+        ),
+        (
+            {"trusted_proxies": ["::1"] * 51},
+            "'trusted_proxies' must be a list of at most 50 addresses or networks",
+        ),
+        ({"trusted_proxies": [167772161]}, "'trusted_proxies' entries must be a string"),
+        *(
+            (
+                {"trusted_proxies": [text]},
+                f"'trusted_proxies' holds {text!r}; give addresses, or networks such as '10.0.0.0/8'",
+            )
+            for text in ("", "localhost", "10.0.0.1/8", "10.0.0.0/33", "10.0.0.1:80", "[::1]", "*", "10.0.0")
+        ),
         *(
             (
                 {"public_hosts": [host]},

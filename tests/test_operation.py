@@ -217,7 +217,7 @@ def key_shown(sidecar, openai, token):
     before = len(openai.seen)
     call = {"sdp": "v=0\r\nm=audio 9\r\n"}
     with contextlib.suppress(urllib.error.HTTPError):
-        sidecar.post("session", call, Authorization=f"Bearer {token}")
+        sidecar.post("session", call, Authorization=f"Bearer {token}").close()
     (seen,) = openai.seen[before:]
     return seen.headers["Authorization"]
 

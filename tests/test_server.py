@@ -5,28 +5,43 @@ After every test nothing that was answered or logged may hold a secret.
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import logging
+import os
+import queue
 import re
+import resource
 import socket
 import struct
 import threading
+import time
 
 import pytest
 from scripted_hermes import ScriptedHermes, reply
 from working_hermes import WorkingHermes, join_workers
 
 from hermes_voice import (
+    ACCEPT_PAUSE,
     BODY_LIMIT,
+    CONNECTIONS_MOST,
+    LEAVING_MOST,
+    LINGER_LIMIT,
     ROUTES,
     SECURITY_HEADERS,
     SHUTDOWN_SECONDS,
+    WRONG_TOKEN_DELAY,
+    WRONG_TOKEN_SECONDS,
+    WRONG_TOKENS,
+    WRONG_TOKENS_AT_ONCE,
     App,
     Config,
     Hermes,
     OpenAI,
     Server,
     Waits,
+    Warnings,
+    WrongTokens,
     read_page,
     serve_until,
 )
@@ -53,17 +68,30 @@ RECEIVED = []
 class House:
     """A server between its upstreams, and a client that sends exactly what it is told."""
 
-    def __init__(self, stack, folder, access=None, hosts=(), request_seconds=TIMEOUT, **waits):
-        self.hermes = stack.enter_context(WorkingHermes())
+    def __init__(
+        self,
+        stack,
+        folder,
+        access=None,
+        hosts=(),
+        proxies=(),
+        request_seconds=TIMEOUT,
+        connections=CONNECTIONS_MOST,
+        hermes=None,
+        **waits,
+    ):
+        self.hermes = stack.enter_context(hermes or WorkingHermes())
         self.openai = stack.enter_context(ScriptedHermes())
         self.app = App(
-            Config(public_hosts=hosts),
+            Config(public_hosts=hosts, trusted_proxies=tuple(map(ipaddress.ip_network, proxies))),
             access,
             OpenAI(f"{self.openai.url}/v1", SECRETS["openai"]),
             Hermes(self.hermes.url, SECRETS["hermes"]),
         )
         self.app.waits = Waits(**{"first": 0.01, "slowest": 0.01} | waits)
-        self.server = Server(("127.0.0.1", 0), self.app, read_page(folder), request_seconds)
+        self.server = Server(("127.0.0.1", 0), self.app, read_page(folder), request_seconds, connections)
+        self.held_back = []  # the seconds by which answers to wrong tokens would be late
+        self.server.hold_back = self.held_back.append
         self.port = self.server.server_port
         self.host = f"localhost:{self.port}"
         self.token = TOKEN if access else None
@@ -87,6 +115,13 @@ class House:
 
         self.stack.callback(stop)
         return self
+
+    def wait_for(self, waiting):
+        """Wait until so many connections wait for a request."""
+        until = time.monotonic() + TIMEOUT
+        while sum(since is not None for since in [*self.server.waiting.values()]) != waiting:
+            assert time.monotonic() < until, self.server.waiting
+            time.sleep(0.001)
 
     def connect(self):
         return self.stack.enter_context(Connection(self))
@@ -258,14 +293,20 @@ def serve(build):
 
 
 @pytest.fixture(scope="module")
-def house(folder):
-    """A running server with a token, for tests that start no run."""
+def shared_house(folder):
     with contextlib.ExitStack() as stack:
         house = House(stack, folder, access=SECRETS["access"], hosts=("voice.example",)).start()
         yield house
         # Only forgetting a conversation is passed on without more ado.
         assert [seen for seen in house.hermes.seen if seen.method != "DELETE"] == []
         assert house.openai.seen == []
+
+
+@pytest.fixture
+def house(shared_house):
+    """A running server with a token, for tests that start no run. It bears no grudge."""
+    shared_house.server.wrong_tokens, shared_house.server.warnings = WrongTokens(), Warnings()
+    return shared_house
 
 
 # ---- the gate ----------------------------------------------------------------
@@ -283,6 +324,8 @@ OURS = [
     "[::1]:PORT",
     "192.168.1.5:8790",
     "[fe80::1]:8790",
+    "[::ffff:127.0.0.1]:PORT",
+    "[0:0:0:0:0:0:0:1]",
     "voice.example",
     "VOICE.example:443",
     "voice.example.",
@@ -296,6 +339,17 @@ NOT_OURS = [
     "voice.example.evil.example",
     "evilvoice.example",
     "localhost..",
+    "127.0.0.1..",
+    "127.1",
+    "0127.0.0.1",
+    "127.0.0.1\x00",
+    "local\x07host",
+    "l\u00f6calhost",
+    "localhost:PORT\\@evil.example",
+    "[::1].",
+    "[::1]x",
+    "[::1%",
+    "[1:::2]",
     "localhost:port",
     "localhost:PORT:PORT",
     "localhost@evil.example",
@@ -499,8 +553,88 @@ def test_a_known_path_takes_its_methods_only(house, path, methods):
     for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
         answer = house.ask(method, path, {} if method in ("POST", "PUT", "PATCH") else None)
         assert (answer.status == 405) == (method not in methods.split()), method
+        if answer.status == 405:
+            assert answer.headers["Allow"].split(", ") == methods.split()
         if answer.status == 405 and method != "HEAD":
             assert error_of(answer) == "wrong_method"
+
+
+def test_a_path_of_two_methods_names_both(house):
+    answer = house.ask("PUT", "/conversations/c1", {})
+
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET, DELETE, HEAD")
+
+
+# ---- wrong tokens ------------------------------------------------------------
+
+
+def guess(house, token="Bearer wrong-token", **headers):
+    return house.ask("GET", "/config", Authorization=token, **headers)
+
+
+def test_who_shows_wrong_tokens_is_slowed_then_refused_but_the_right_one_works(serve):
+    house = serve(access=SECRETS["access"])
+
+    statuses = [guess(house).status for _ in range(WRONG_TOKENS + 1)]
+
+    assert statuses == [401] * WRONG_TOKENS + [429]
+    assert house.held_back == [0] * WRONG_TOKENS_AT_ONCE + [WRONG_TOKEN_DELAY] * (
+        WRONG_TOKENS - WRONG_TOKENS_AT_ONCE
+    )
+    assert house.ask("GET", "/config").status == 200
+    refused = guess(house)
+    assert (refused.status, error_of(refused)) == (429, "too_many")
+    assert 0 < int(refused.headers["Retry-After"]) <= WRONG_TOKEN_SECONDS
+
+
+@pytest.mark.parametrize("token", [None, "", "Bearer", "Bearer ", "Basic d3Jvbmc6d3Jvbmc="])
+def test_a_missing_token_is_no_guess(serve, token):
+    house = serve(access=SECRETS["access"])
+
+    assert {guess(house, token).status for _ in range(WRONG_TOKENS * 2)} == {401}
+    assert house.held_back == []
+
+
+def test_open_paths_and_servers_without_a_token_take_no_guesses(serve):
+    house, tokenless = serve(access=SECRETS["access"]), serve()
+    for _ in range(WRONG_TOKENS * 2):
+        assert house.ask("GET", "/healthz", Authorization="Bearer wrong-token").status == 200
+        assert guess(tokenless).status == 200
+
+    assert guess(house).status == 401
+
+
+@pytest.mark.parametrize(("proxies", "other_client"), [(["127.0.0.0/8"], 401), ([], 429)])
+def test_clients_behind_a_proxy_are_told_apart_where_it_is_trusted(serve, caplog, proxies, other_client):
+    house = serve(access=SECRETS["access"], proxies=proxies)
+    for _ in range(WRONG_TOKENS + 1):
+        guess(house, X_Forwarded_For="198.51.100.7")
+
+    assert guess(house, X_Forwarded_For="198.51.100.7").status == 429
+    assert guess(house, X_Forwarded_For="198.51.100.7, 198.51.100.8").status == other_client
+    assert ("client=198.51.100.7" in caplog.text) == bool(proxies)
+
+
+def test_who_knocks_often_does_not_fill_the_log(serve, caplog):
+    house = serve(access=SECRETS["access"])
+    for _ in range(10):
+        guess(house)
+        house.ask("GET", "/", Host="evil.example")
+        house.ask("GET", "/", Origin="http://evil.example")
+        house.ask("POST", "/", {})
+        house.raw(b"nonsense\r\n\r\n")
+
+    (line,) = [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert line.levelname == "WARNING"
+    assert line.getMessage() == 'request.refused client=127.0.0.1 path=/config code=unauthorized detail=""'
+
+
+def test_a_query_is_not_logged(house, caplog):
+    house.ask("GET", f"/nothing?token={SECRETS['access']}")
+    house.ask("GET", f"/nothing?token={SECRETS['access']}", Authorization=None)
+
+    assert "path=/nothing code=not_found" in caplog.text
+    assert "path=/nothing code=unauthorized" in caplog.text
 
 
 # ---- bodies ------------------------------------------------------------------
@@ -513,6 +647,11 @@ def test_a_known_path_takes_its_methods_only(house, path, methods):
         ({"Content_Type": "text/plain"}, 415, "wrong_type"),
         ({"Content_Type": "application/x-www-form-urlencoded"}, 415, "wrong_type"),
         ({"Content_Type": "application/jsonx"}, 415, "wrong_type"),
+        ({"Content_Type": "application/json, text/plain"}, 415, "wrong_type"),
+        ({"Content_Type": "text/plain; application/json"}, 415, "wrong_type"),
+        ({"Content_Type": "text/plain\r\nContent-Type: application/json"}, 415, "wrong_type"),
+        ({"Content_Type": "multipart/form-data; boundary=x"}, 400, "bad_request"),
+        ({"Content_Type": "application/json/x"}, 415, "wrong_type"),
         ({"Content_Length": None}, 411, "no_length"),
         ({"Content_Length": "two"}, 411, "no_length"),
         ({"Content_Length": "-2"}, 411, "no_length"),
@@ -638,12 +777,43 @@ def test_a_client_that_sends_a_megabyte_sees_why_it_is_refused(house, headers, s
         assert house.ask("POST", "/delegate", body, **headers).status == status
 
 
+def test_a_client_that_sends_without_end_is_hung_up(house):
+    block, sent = b"x" * (1 << 20), 0
+    with house.connect() as connection:
+        connection.request("POST", "/delegate", b"", Content_Length="9" * 12)
+        with contextlib.suppress(ConnectionError):
+            while sent < 2 * LINGER_LIMIT:
+                connection.send(block)
+                sent += len(block)
+
+    assert LINGER_LIMIT // 2 <= sent < 2 * LINGER_LIMIT
+
+
 def test_a_body_that_is_cut_off_does_nothing(house):
     with house.connect() as connection:
         connection.request("POST", "/delegate", b'{"hermes_session"', Content_Length="500")
         connection.socket.shutdown(socket.SHUT_WR)
 
         assert connection.at_end()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 413),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Host": "evil.example"}, 421),
+        ({"Content_Type": "text/plain"}, 415),
+    ],
+)
+def test_a_client_that_asks_first_is_refused_before_it_sends(house, headers, status):
+    with house.connect() as connection:
+        size = str(BODY_LIMIT + 1)
+        connection.request("POST", "/approve", b"", Content_Length=size, Expect="100-continue", **headers)
+
+        answer = connection.socket.recv(1000)
+
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
 
 
 def test_a_client_that_asks_first_is_told_to_go_on(house):
@@ -701,6 +871,11 @@ TRICKS = [
     "/runs/../updates",
     "/runs/./updates",
     "/runs//updates",
+    "/runs/%61bc/updates",
+    "/runs/abc%00/updates",
+    "/config#x",
+    "HTTP://LOCALHOST/healthz",
+    "localhost:443",
     "/runs/a.b/updates",
     "/runs/a%2Fb/updates",
     "/runs/a/b/updates",
@@ -721,6 +896,13 @@ def test_a_path_is_a_key_and_never_part_of_a_file_name(house, path):
         answer = house.ask(method, path, {} if method == "POST" else None)
         assert (answer.status, error_of(answer)) == (404, "not_found")
     assert house.ask("GET", path, Authorization=None).status == 401
+
+
+@pytest.mark.parametrize("code", [*range(0x0A), *range(0x0B, 0x20), *range(0x7F, 0xA1)])
+def test_a_control_character_in_the_first_line_is_refused(house, code):
+    for line in (f"GET /healthz{chr(code)} HTTP/1.1", f"GET{chr(code)}/healthz HTTP/1.1"):
+        answer = house.raw(f"{line}\r\nHost: localhost\r\n\r\n".encode("latin-1"))
+        assert answer.status in (400, 501), line
 
 
 # ---- every answer ------------------------------------------------------------
@@ -802,7 +984,7 @@ def test_control_characters_of_a_path_are_escaped_in_the_log(house, caplog, path
     house.ask("GET", path, Authorization=None)
 
     logged = [record.getMessage() for record in caplog.records]
-    assert any("request.refused path=" in line for line in logged)
+    assert any("request.refused client=" in line for line in logged)
     assert all(line.isascii() and line.isprintable() for line in logged)
 
 
@@ -949,7 +1131,112 @@ def test_a_kept_connection_is_hung_up_when_it_falls_silent(serve):
         assert connection.at_end()
 
 
+def test_who_sends_nothing_makes_room_for_who_does(serve):
+    house = serve(connections=4)
+    silent = [house.connect() for _ in range(4)]
+    silent[1].send(b"GET / HTTP/1.1\r\nX-Half")
+
+    assert house.ask("GET", "/healthz").status == 200
+
+    assert silent[0].at_end()
+    assert silent[3].ask("GET", "/healthz").status == 200
+
+
+def test_a_kept_connection_makes_room_after_those_that_have_waited_longer(serve):
+    house = serve(connections=3)
+    kept, silent = house.connect(), house.connect()
+    house.wait_for(waiting=2)
+    kept.ask("GET", "/healthz")
+    house.wait_for(waiting=2)
+    house.connect()
+    house.wait_for(waiting=3)
+
+    house.connect()
+
+    assert silent.at_end()
+    assert kept.ask("GET", "/healthz").status == 200
+
+
+def test_streams_go_on_when_there_is_no_room(serve, caplog):
+    house = serve(connections=2)
+    streams = [house.delegate(), house.delegate(hermes_session="c2")]
+    for _ in range(LEAVING_MOST + 10):
+        with house.connect() as connection:
+            # The answer can come before the request is sent.
+            with contextlib.suppress(ConnectionError):
+                connection.request("GET", "/healthz")
+            answer = connection.answer()
+            assert (answer.status, error_of(answer)) == (503, "no_room")
+            assert int(answer.headers["Retry-After"]) > 0
+            assert SECURITY_HEADERS.items() <= dict(answer.headers).items()
+
+    house.hermes.run(1).end("completed", output="Done.")
+    house.hermes.run(2).end("completed", output="Done.")
+
+    for stream in streams:
+        assert stream.read()[-1]["type"] == "done"
+    assert [record.getMessage() for record in caplog.records if "connection" in record.getMessage()] == [
+        "connection.refused client=127.0.0.1 connections=2"
+    ]
+    assert house.ask("GET", "/healthz").status == 200
+
+
+def test_a_server_without_descriptors_neither_spins_nor_dies(serve, caplog):
+    """It is given no more than it has, so that accept() fails until there are some again."""
+    house = serve()
+    stream = house.delegate()
+    run = house.hermes.run()
+    clients = [socket.socket() for _ in range(3)]
+    house.stack.callback(lambda: [client.close() for client in clients])
+    accept, failed = house.server.get_request, queue.SimpleQueue()
+
+    def watched():
+        try:
+            return accept()
+        except OSError:
+            failed.put(time.monotonic())
+            raise
+
+    house.server.get_request = watched
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        for client in clients:
+            client.connect(("127.0.0.1", house.port))
+        first, _, third = [failed.get(timeout=TIMEOUT) for _ in range(3)]
+        run.emit("tool.started", tool="terminal")
+        stream.wait("tool")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert third - first >= 2 * ACCEPT_PAUSE
+    assert caplog.text.count("connection.unaccepted") == 1
+    clients[0].sendall(f"GET /healthz HTTP/1.1\r\nHost: {house.host}\r\n\r\n".encode())
+
+    assert clients[0].recv(100).startswith(b"HTTP/1.1 200 ")
+    run.end("completed", output="Done.")
+    assert stream.read()[-1]["type"] == "done"
+
+
 # ---- streams -----------------------------------------------------------------
+
+
+def test_a_client_without_chunks_gets_its_stream_plain(serve):
+    house = serve()
+    body = json.dumps({"hermes_session": "c1", "lines": [{"speaker": "user", "text": "Work."}]})
+    head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    with house.connect() as connection:
+        connection.send(f"POST /delegate HTTP/1.0\r\nConnection: keep-alive\r\n{head}\r\n{body}".encode())
+        house.hermes.run().end("completed", output="Done.")
+
+        answer = connection.answer()
+
+        assert "Transfer-Encoding" not in answer.headers
+        assert answer.headers["Connection"] == "close"
+        assert json.loads(answer.data.splitlines()[-1])["say"] == ["Done."]
+        assert connection.at_end()
 
 
 def test_a_delegation_is_answered_by_its_updates(serve):

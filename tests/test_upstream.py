@@ -5,6 +5,7 @@ person. What it said stays in `detail`, for the log.
 """
 
 import contextlib
+import logging
 import re
 import socket
 import threading
@@ -196,7 +197,7 @@ def test_a_refusal_of_hermes_is_explained_whatever_its_body(serve, body, status,
     assert (error.code, error.status, error.answered) == (code, 502, status)
     assert advice in error.message
     assert for_a_person(error.message)
-    assert SAID in error.detail
+    assert error.detail == str(status)
 
 
 @pytest.mark.parametrize(
@@ -428,14 +429,15 @@ def test_an_answer_without_an_end_is_not_read_to_its_end(serve, route, call):
 
 
 @every_call
-def test_a_key_that_the_upstream_quotes_does_not_reach_the_log(serve, route, call):
+def test_a_key_that_the_upstream_quotes_does_not_reach_the_log(serve, route, call, caplog):
+    caplog.set_level(logging.DEBUG, "hermes_voice")
     upstream = serve({route: [reply(401, f"wrong: Bearer {KEY}")]})
 
     with pytest.raises(Refused) as caught:
         call(upstream.url)
 
-    assert "wrong" in caught.value.detail
-    assert KEY not in caught.value.detail
+    assert "401" in caught.value.detail
+    assert KEY not in caught.value.detail + caplog.text
 
 
 # ---- proxies -----------------------------------------------------------------
