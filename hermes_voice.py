@@ -3680,7 +3680,11 @@ class Handler(BaseHTTPRequestHandler):
         body = self.read_body() if method == "POST" else {}
         self.keep_alive()
         asked = Request(ids, dict(urllib.parse.parse_qsl(query)), body, self.client_is_gone)
-        return handler(self.server.app, asked)
+        try:
+            return handler(self.server.app, asked)
+        except Unauthorized:  # a wrong pairing code
+            self.slow_down()
+            raise
 
     def check_token(self) -> None:
         """Let who has the token in. Wrong ones are slowed, then refused with TooMany."""
@@ -4146,7 +4150,7 @@ class LogFormat(logging.Formatter):
     """Time in UTC, level, message, and under a bug's line where it happened."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)sZ %(levelname)-5.5s %(message)s", "%Y-%m-%dT%H:%M:%S")
+        super().__init__("%(asctime)sZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         """The record's time in UTC."""

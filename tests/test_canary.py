@@ -129,7 +129,7 @@ def test_what_must_not_get_out_is_nowhere(house, written):
     do_work(house)
     fail_to_work(house)
     knock(house)
-    house.app.openai = None
+    house.app.openai.open_session = None
     assert house.ask("POST", "/session", {"sdp": SDP}).status == 500
 
     events = "\n".join(line for _, line in written)

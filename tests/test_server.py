@@ -89,7 +89,8 @@ class House:
             Hermes(self.hermes.url, SECRETS["hermes"]),
         )
         self.app.waits = Waits(**{"first": 0.01, "slowest": 0.01} | waits)
-        self.server = Server(("127.0.0.1", 0), self.app, read_page(folder), request_seconds, connections)
+        page = read_page(folder)
+        self.server = Server(("127.0.0.1", 0), self.app, page, request_seconds, connections=connections)
         self.held_back = []  # the seconds by which answers to wrong tokens would be late
         self.server.hold_back = self.held_back.append
         self.port = self.server.server_port
@@ -585,6 +586,15 @@ def test_who_shows_wrong_tokens_is_slowed_then_refused_but_the_right_one_works(s
     refused = guess(house)
     assert (refused.status, error_of(refused)) == (429, "too_many")
     assert 0 < int(refused.headers["Retry-After"]) <= WRONG_TOKEN_SECONDS
+
+
+def test_a_wrong_pairing_code_is_a_guess_too(serve):
+    house = serve(access=SECRETS["access"])
+    code = {"code": "A" * 32}
+
+    statuses = [house.ask("POST", "/pair", code, Authorization=None).status for _ in range(WRONG_TOKENS + 1)]
+
+    assert statuses == [401] * WRONG_TOKENS + [429]
 
 
 @pytest.mark.parametrize("token", [None, "", "Bearer", "Bearer ", "Basic d3Jvbmc6d3Jvbmc="])
@@ -1186,6 +1196,7 @@ def test_a_server_without_descriptors_neither_spins_nor_dies(serve, caplog):
     house = serve()
     stream = house.delegate()
     run = house.hermes.run()
+    house.hermes.wait_for("GET", "/v1/runs/run_1/events")
     clients = [socket.socket() for _ in range(3)]
     house.stack.callback(lambda: [client.close() for client in clients])
     accept, failed = house.server.get_request, queue.SimpleQueue()
