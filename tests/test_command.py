@@ -398,7 +398,7 @@ def test_a_process_serves_until_it_is_told_to_stop(flags, write, tmp_path):
         upstreams = {"hermes_url": hermes.url, "openai_base_url": openai.url}
         sidecar = stack.enter_context(Process(flags(access_token_file=token, **upstreams), tmp_path))
         first, second = sidecar.lines[:2]
-        starting = rf"INFO  server\.starting version={hermes_voice.__version__}\n"
+        starting = rf"INFO    server\.starting version={hermes_voice.__version__}\n"
         assert re.fullmatch(rf"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ {starting}", first)
         assert "server.listening url=http://127.0.0.1:" in second
         assert "token=needed" in second
