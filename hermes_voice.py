@@ -208,6 +208,7 @@ DEFAULT_HERMES_URL = "http://127.0.0.1:8642"
 DEFAULT_OPENAI_URL = "https://api.openai.com/v1"
 
 MODELS = ("gpt-live-1", "gpt-live-1.1")
+STANDBY_MODELS = MODELS[1:]  # those that can pause by themselves and wake when somebody speaks
 
 # The vendor's built-in voices. The list grows, so an unknown name is only warned about.
 VOICES = tuple(
@@ -226,6 +227,21 @@ STOP_PHRASES = tuple(
     "|stopp|halt|abbrechen|brich ab".split("|")
 )
 
+# What ends the call, goes on with an answer that was cut off, and says the last one again.
+HANG_UP_PHRASES = tuple(
+    "hang up|hang up now|end the call|goodbye hermes|bye hermes"
+    "|auflegen|leg auf|beende den anruf|tschüss hermes".split("|")
+)
+GO_ON_PHRASES = tuple("go on|continue|carry on|keep going|weiter|mach weiter|sprich weiter".split("|"))
+REPEAT_PHRASES = tuple(
+    "say that again|say it again|repeat that|what did you say"
+    "|sag das noch einmal|sag das nochmal|wiederhole das|was hast du gesagt".split("|")
+)
+
+# How much is told aloud of work that goes on, and what becomes of the call meanwhile.
+PROGRESS = ("off", "quiet", "normal", "chatty")
+LONG_RUN = ("stay", "hang_up")
+
 SECRET_LIMIT = 4096  # bytes; no key or token is longer
 SECRET_SHORTEST = 16  # characters; Hermes asks the same of its key
 
@@ -233,6 +249,7 @@ SECRET_SHORTEST = 16  # characters; Hermes asks the same of its key
 INSTRUCTIONS_LIMIT = 8000  # characters
 GLOSSARY_LIMIT = 100  # terms
 TERM_LIMIT = 80  # characters
+GREETING_LIMIT = 300  # characters; below the vendor's 500 tokens for one append in any script
 
 
 @dataclass(frozen=True)
@@ -252,11 +269,25 @@ class Config:
     language: str = ""
     instructions: str = ""
     glossary: tuple[Term, ...] = ()
+    greeting: str = ""
+    progress: str = "normal"
     idle_seconds: int = 300
+    standby_seconds: int = 60
+    on_long_run: str = LONG_RUN[0]
+    long_run_seconds: int = 300
+    call_minutes: int = 120
+    day_minutes: int = 240
+    price_per_minute: float = 0.05
+    standby_price_per_minute: float = 0.02
+    currency: str = "$"
     approval_seconds: int = 0
     history_days: int = 90
     on_new_request: str = POLICIES[0]
     stop_phrases: tuple[str, ...] = STOP_PHRASES
+    hang_up_phrases: tuple[str, ...] = HANG_UP_PHRASES
+    go_on_phrases: tuple[str, ...] = GO_ON_PHRASES
+    repeat_phrases: tuple[str, ...] = REPEAT_PHRASES
+    voice_approvals: bool = True
     yes_phrases: tuple[str, ...] = ()
     no_phrases: tuple[str, ...] = ()
     public_hosts: tuple[str, ...] = ()
@@ -338,6 +369,19 @@ def _seconds(value: object, least: int, most: int) -> int:
     return value
 
 
+def _price(value: object) -> float:
+    # Of a comparison with NaN nothing is true.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1000:
+        raise ValueError("must be a number from 0 to 1000")
+    return value
+
+
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
 def _model(value: object, warnings: list[str]) -> str:
     model = _text(value, 100)
     if not model:
@@ -398,11 +442,25 @@ CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
     "language": lambda value, _: _text(value, 100),
     "instructions": lambda value, _: _text(value, INSTRUCTIONS_LIMIT),
     "glossary": _glossary,
+    "greeting": lambda value, _: _text(value, GREETING_LIMIT),
+    "progress": lambda value, _: _one_of(value, PROGRESS),
     "idle_seconds": lambda value, _: _seconds(value, 30, 7200),
+    "standby_seconds": lambda value, _: _seconds(value, 0, 7200),
+    "on_long_run": lambda value, _: _one_of(value, LONG_RUN),
+    "long_run_seconds": lambda value, _: _seconds(value, 30, 7200),
+    "call_minutes": lambda value, _: _seconds(value, 0, 1440),
+    "day_minutes": lambda value, _: _seconds(value, 0, 1440),
+    "price_per_minute": lambda value, _: _price(value),
+    "standby_price_per_minute": lambda value, _: _price(value),
+    "currency": lambda value, _: _text(value, 10),
     "approval_seconds": lambda value, _: _seconds(value, 0, 86400),
     "history_days": lambda value, _: _seconds(value, 1, 36500),
     "on_new_request": lambda value, _: _one_of(value, POLICIES),
     "stop_phrases": lambda value, _: _phrases(value),
+    "hang_up_phrases": lambda value, _: _phrases(value),
+    "go_on_phrases": lambda value, _: _phrases(value),
+    "repeat_phrases": lambda value, _: _phrases(value),
+    "voice_approvals": lambda value, _: _switch(value),
     "yes_phrases": lambda value, _: _phrases(value),
     "no_phrases": lambda value, _: _phrases(value),
     "public_hosts": _hosts,
@@ -2206,6 +2264,13 @@ STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
 SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
 HEARD_LIMIT = 2000  # characters
 
+# The config's keys that `GET /config` carries as they are.
+PAGE_KEYS = (
+    "language greeting progress idle_seconds standby_seconds on_long_run long_run_seconds call_minutes"
+    " day_minutes price_per_minute standby_price_per_minute currency stop_phrases hang_up_phrases"
+    " go_on_phrases repeat_phrases voice_approvals"
+).split()
+
 
 @dataclass(frozen=True)
 class Waits:
@@ -2371,7 +2436,9 @@ def session_settings(config: Config, body: Json, stored: Sequence[Json] = ()) ->
     if voice != config.voice and voice not in VOICES:
         raise BadRequest("'voice' must be one of the voices that /config lists.")
     history = stored or (lines_of(body, "history") if body.get("history") else [])
+    pause = {"idle_timeout_s": config.standby_seconds, "wake_policy": {"type": "speech"}}
     return {
+        **(pause if has_standby(config) else {}),
         "model": config.model,
         "instructions": persona(config),
         "audio": {"output": {"voice": voice}},
@@ -2384,6 +2451,11 @@ def session_settings(config: Config, body: Json, stored: Sequence[Json] = ()) ->
             }
         },
     }
+
+
+def has_standby(config: Config) -> bool:
+    """Whether sessions pause by themselves when nobody speaks, and wake when somebody does."""
+    return config.standby_seconds > 0 and config.model in STANDBY_MODELS
 
 
 def post_session_close(app: App, request: Request) -> Reply:
@@ -2882,6 +2954,8 @@ def post_approve(app: App, request: Request) -> Reply:
         raise BadRequest("Give either 'choice' or 'heard'.")
     heard = text_of(body, "heard", HEARD_LIMIT) if "heard" in body else None
     config = app.config
+    if heard is not None and not config.voice_approvals:
+        raise Conflict("Permission is given by click here: use the buttons on the screen.", code="click_only")
     choice = body["choice"] if heard is None else read_answer(heard, config.yes_phrases, config.no_phrases)
     if heard is not None and choice is None:
         log_event("approval.unclear", run=run_id)
@@ -2945,10 +3019,9 @@ def get_config(app: App, request: Request) -> Reply:
             "model": config.model,
             "voice": voice,
             "voices": sorted({*VOICES, voice}),
-            "language": config.language,
             "glossary": [term.term for term in config.glossary],
-            "idle_seconds": config.idle_seconds,
-            "stop_phrases": list(config.stop_phrases),
+            "standby": has_standby(config),
+            **{key: getattr(config, key) for key in PAGE_KEYS},
         }
     )
 
