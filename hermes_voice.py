@@ -43,6 +43,7 @@ import ipaddress
 import itertools
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -60,7 +61,7 @@ import urllib.parse
 import urllib.request
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -693,7 +694,7 @@ def glossary_lines(glossary: Iterable[Term]) -> str:
 # 5. A run has exactly one final update, whatever happens to the connection.
 #
 # In this order: what was said and what is answered; spoken approvals; Hermes's events;
-# the run book.
+# the run book; the meter.
 
 # What is said
 
@@ -1648,6 +1649,53 @@ class RunBook:
             del self._runs[run_id]
 
 
+# The meter
+
+BILLED_LEAST = 15  # seconds; the vendor takes them with the opening
+# A browser gives a page in the background a turn once a minute.
+UNHEARD_SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Session:
+    """One Live session on the meter. Times are the wall clock's, in seconds."""
+
+    id: str
+    call: str  # that it is a part of; a call that is renewed has several
+    conversation: str
+    opened: float
+    heard: float  # when it was last known to be open
+    ended: bool = False
+    billed: float | None = None  # seconds, by the vendor's own account
+
+    def at(self, now: float) -> Session:
+        """The session, known to be open now. What it has used stays used when the clock is set."""
+        since = min(max(now - self.heard, 0), UNHEARD_SECONDS)
+        return replace(self, opened=now - since - (self.heard - self.opened), heard=now)
+
+    def seconds(self, after: float = -math.inf, before: float = math.inf) -> float:
+        """How many of its seconds lie between two times."""
+        end = max(self.heard, self.opened + BILLED_LEAST) if self.ended else self.heard
+        return max(0.0, min(end, before) - max(self.opened, after))
+
+
+def call_left(sessions: Iterable[Session], call: str, cap: float) -> float:
+    """How many seconds a call may go on by its own cap; 0 is no cap."""
+    return cap - sum(session.seconds() for session in sessions if session.call == call) if cap else math.inf
+
+
+def day_left(sessions: Iterable[Session], day: tuple[float, float], now: float, cap: float) -> float:
+    """How many seconds a call may go on by the cap of its day, and of the next one, which starts anew."""
+    left = cap - sum(session.seconds(*day) for session in sessions) if cap else math.inf
+    return left if left < day[1] - now else day[1] - now + (cap or math.inf)
+
+
+def next_hang_up(now: float, left: float) -> tuple[float, str]:
+    """When to hang a session up whose page is not heard of again, and what is logged as the reason."""
+    reason = "session.capped" if left <= UNHEARD_SECONDS else "session.unheard"
+    return now + min(left, UNHEARD_SECONDS), reason
+
+
 # ---- journal -----------------------------------------------------------------
 #
 # One SQLite file. A request stands in it before Hermes hears of it, and an end before a
@@ -1663,8 +1711,9 @@ class RunBook:
 # A disk that fails later on is warned about and does not take a call down.
 
 JOURNAL_FILE = "journal.sqlite3"
-SCHEMA_VERSION = 1
-SCHEMA = """
+# Each version is the one before and this.
+SCHEMAS = (
+    """
 create table runs (
     id text primary key, conversation text not null, created real not null,
     ended integer not null, delivered text not null, data text not null
@@ -1685,13 +1734,22 @@ create table approvals (
     run text not null, request text not null, command text not null, answer text not null,
     by text not null, at real not null
 );
-"""
+""",
+    """
+create table sessions (
+    id text primary key, call text not null, conversation text not null,
+    opened real not null, heard real not null, ended integer not null, billed real
+);
+create index sessions_by_time on sessions (heard);
+""",
+)
+SCHEMA_VERSION = len(SCHEMAS)
 
 # The conversation, and twice the time.
 TOUCH = "insert into conversations values (?, ?) on conflict do update set updated = max(updated, ?)"
 
 # Over all conversations; the oldest go first.
-ROWS_KEPT = {"runs": 10_000, "lines": 100_000, "approvals": 10_000}
+ROWS_KEPT = {"runs": 10_000, "lines": 100_000, "approvals": 10_000, "sessions": 10_000}
 
 CONVERSATIONS_LISTED = 100
 RUNS_LISTED = 50  # of one conversation, the newest
@@ -1726,8 +1784,9 @@ class Journal:
             raise sqlite3.DatabaseError("it was written by a newer hermes-voice")
         if self._database.execute("pragma quick_check").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("it is damaged")
-        if version == 0:
-            self._database.executescript(f"begin; {SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
+        if version < SCHEMA_VERSION:
+            steps = "".join(SCHEMAS[version:])
+            self._database.executescript(f"begin; {steps} pragma user_version = {SCHEMA_VERSION}; commit;")
 
     def _read(self, query: str, *values: object) -> list[Any]:
         """Run one query. Nothing is found if the disk failed."""
@@ -1809,6 +1868,16 @@ class Journal:
         row = (run.id, question.request_id, question.command, answer, by, at)
         self._write(("insert into approvals values (?, ?, ?, ?, ?, ?)", *row))
 
+    def save_session(self, session: Session) -> None:
+        """Write down what is known of a session."""
+        row = [getattr(session, item.name) for item in fields(Session)]
+        self._write(("insert or replace into sessions values (?, ?, ?, ?, ?, ?, ?)", *row))
+
+    def sessions(self, after: float, name: str = "") -> list[Session]:
+        """The sessions heard of after a time, open ones, and those with this id or of this call, by age."""
+        query = "select * from sessions where heard > ? or not ended or ? in (id, call) order by opened"
+        return [Session(*row) for row in self._read(query, after, name)]
+
     def add_lines(self, conversation: str, lines: Sequence[Json], at: float) -> None:
         """Append lines; one whose key came before is replaced in its place."""
         query = "insert into lines values (?, ?, ?, ?, ?) on conflict do update set text = excluded.text"
@@ -1841,6 +1910,8 @@ class Journal:
             f"delete from {table} where conversation = ?" for table in ("runs", "delegations", "lines")
         ]
         deletions += ["delete from conversations where id = ?"]
+        # The time it took stays on the meter.
+        deletions += ["update sessions set conversation = '' where conversation = ?"]
         self._write(*((deletion, conversation) for deletion in deletions))
 
     def forget_before(self, at: float, most: Mapping[str, int] = ROWS_KEPT) -> None:
@@ -1858,6 +1929,7 @@ class Journal:
             "runs": ("created", "ended and "),
             "lines": ("at", ""),
             "approvals": ("at", ""),
+            "sessions": ("opened", "ended and "),
         }.items():
             old = f"select rowid from {table} order by {order} desc limit -1 offset ?"
             self._write((f"delete from {table} where {extra}rowid in ({old})", most[table]))
@@ -2120,11 +2192,12 @@ class OpenAI(Upstream):
             raise self.garbled("no session id or no answer")
         return session_id, reply
 
-    def hang_up(self, session_id: str) -> None:
-        """End a session from here."""
+    def hang_up(self, session_id: str) -> bool:
+        """End a session from here. False if it was over already."""
         answer = self.call("POST", f"/live/sessions/{urllib.parse.quote(session_id, safe='')}/hangup", {})
         if answer.status >= 300 and answer.status != 404:
             raise _refused(answer, "openai_hangup", "OpenAI did not confirm the hang-up.")
+        return answer.status != 404
 
     def _why(self, answer: Answer, model: str) -> Refused:
         known = OPENAI_REFUSALS.get(str(answer.error.get("code")))
@@ -2261,6 +2334,7 @@ class EventStream:
 # unended run; pages follow the sidecar's own copy of the updates.
 
 STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
+SHORTEST_CALL = 60  # seconds; with less left none is opened
 SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
 HEARD_LIMIT = 2000  # characters
 
@@ -2327,6 +2401,7 @@ class App:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_id: Callable[[], str] = lambda: secrets.token_hex(8),
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
         self.access = access
@@ -2335,6 +2410,7 @@ class App:
         self.journal = journal or Journal(None)
         self.clock = clock
         self.new_id = new_id
+        self.wall = wall
         self.waits = Waits()
         self.changed = threading.Condition()
         self.book = RunBook()
@@ -2343,6 +2419,7 @@ class App:
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
         self.live_session = ""
+        self.hang_up = (math.inf, "")  # when to end it, on `clock`, and what is logged as the reason
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
         """Add updates to a run and wake who follows it."""
@@ -2398,24 +2475,33 @@ def post_session(app: App, request: Request) -> Reply:
     sdp = text_of(request.body, "sdp", SDP_LIMIT)
     if not sdp.startswith("v=0") or "m=audio" not in sdp:
         raise BadRequest("'sdp' must be an offer with an audio track.")
-    given = request.body.get("conversation")
+    conversation, call = (
+        id_of(request.body, key) if request.body.get(key) is not None else ""
+        for key in ("conversation", "call")
+    )
     # What was said on every page and device, where there is more than this page's own.
-    stored = app.journal.lines_of(id_of(request.body, "conversation")) if given is not None else []
+    stored = app.journal.lines_of(conversation) if conversation else []
     session = session_settings(app.config, request.body, stored)
     with app.changed:
+        check_caps(app, call)
         number = next_start(app)
     session_id, answer = app.openai.open_session(session, sdp)
     with app.changed:
         late = number != app.start_number or request.gone()
         ended = session_id if late else app.live_session
+        now = app.wall()
+        app.journal.save_session(Session(session_id, call or session_id, conversation, now, now))
         if not late:
             app.live_session = session_id
+            left = let_go_on(app, call or session_id)
     log_event("session.opened", session=session_id, voice=session["audio"]["output"]["voice"])
     if ended:
         in_background(hang_up, app, ended)
     if late:
         raise Conflict("Another start of the call took over.", code="superseded")
-    return Reply({"session_id": session_id, "sdp": answer}, lost=lambda: hang_up(app, session_id))
+    in_background(watch, app, session_id)
+    body = {"session_id": session_id, "sdp": answer, "seconds_left": left}
+    return Reply(body, lost=lambda: hang_up(app, session_id))
 
 
 def next_start(app: App) -> int:
@@ -2459,10 +2545,10 @@ def has_standby(config: Config) -> bool:
 
 
 def post_session_close(app: App, request: Request) -> Reply:
-    """Hang a session up from here: its page is gone, or its start was abandoned."""
-    session_id = text_of(request.body, "session_id", 200)
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", session_id):
-        raise BadRequest("'session_id' is not a session's id.")
+    """Hang a session up from here: it is over, its page is gone, or its start was abandoned."""
+    session_id, billed = metered(request.body)
+    with app.changed:
+        note_session(app, session_id, billed=billed)
     hang_up(app, session_id)
     return Reply({"closed": True})
 
@@ -2472,11 +2558,108 @@ def hang_up(app: App, session_id: str) -> None:
     with app.changed:
         if app.live_session == session_id:
             app.live_session = ""
+    was_open = True
     try:
-        app.openai.hang_up(session_id)
+        was_open = app.openai.hang_up(session_id)
         log_event("session.closed", session=session_id)
     except UpstreamError as error:
         log_event("session.unclosed", logging.WARNING, session=session_id, detail=error.detail)
+    with app.changed:
+        note_session(app, session_id, was_open, ended=True)
+        app.changed.notify_all()
+
+
+def post_session_meter(app: App, request: Request) -> Reply:
+    """Note that the live session's page is there, and say how long the session may go on."""
+    session_id, billed = metered(request.body)
+    with app.changed:
+        if session_id != app.live_session:
+            raise Conflict("This call was ended, or another one took over.", code="not_live")
+        note_session(app, session_id, billed=billed)
+        call = next((each.call for each in app.journal.sessions(math.inf, session_id)), session_id)
+        return Reply({"seconds_left": let_go_on(app, call)})
+
+
+def metered(body: Json) -> tuple[str, float | None]:
+    """A session's id, and its seconds by the vendor's account, where the page knows them."""
+    session_id, seconds = text_of(body, "session_id", 200), body.get("seconds")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", session_id):
+        raise BadRequest("'session_id' is not a session's id.")
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= 86400
+    if seconds is not None and not number:
+        raise BadRequest("'seconds' must be a number from 0 to 86400.")
+    return session_id, seconds
+
+
+def note_session(
+    app: App, session_id: str, is_open: bool = True, ended: bool = False, billed: float | None = None
+) -> None:
+    """Settle a session up to this moment, or as it was last heard of. The caller holds the lock."""
+    for session in app.journal.sessions(math.inf, session_id):
+        if session.id == session_id:
+            known = session.at(app.wall()) if is_open and not session.ended else session
+            billed = session.billed if billed is None else billed
+            app.journal.save_session(replace(known, ended=session.ended or ended, billed=billed))
+
+
+def day_around(now: float) -> tuple[float, float]:
+    """When the server's local day begins and ends; it can have 23 or 25 hours."""
+    year, month, day, *_ = time.localtime(now)
+    begin, end = (time.mktime((year, month, day + days, 0, 0, 0, 0, 0, -1)) for days in (0, 1))
+    return begin, end
+
+
+def time_left(app: App, call: str) -> tuple[float, float]:
+    """The seconds that a call has left by its own cap and by the day's. The caller holds the lock."""
+    now, config = app.wall(), app.config
+    day = day_around(now)
+    found = app.journal.sessions(day[0] - BILLED_LEAST, call)
+    sessions = [session if session.ended else session.at(now) for session in found]
+    by_call = call_left(sessions, call, 60 * config.call_minutes)
+    return by_call, day_left(sessions, day, now, 60 * config.day_minutes)
+
+
+def check_caps(app: App, call: str) -> None:
+    """Raise TooMany when there is too little time left for a session. The caller holds the lock."""
+    by_call, by_day = time_left(app, call)
+    if by_day < SHORTEST_CALL:
+        most = app.config.day_minutes
+        again = time.strftime("%A at %H:%M", time.localtime(day_around(app.wall())[1]))
+        raise TooMany(
+            f"Calls have taken {most - by_day / 60:.0f} of the {most} minutes a day. You can call again on"
+            f" {again}. To call sooner, raise 'day_minutes' in the config file and restart hermes-voice.",
+            code="day_cap",
+        )
+    if by_call < SHORTEST_CALL:
+        raise TooMany(
+            f"This call has used its {app.config.call_minutes} minutes. Start a new one, or raise"
+            " 'call_minutes' in the config file and restart hermes-voice.",
+            code="call_cap",
+        )
+
+
+def let_go_on(app: App, call: str) -> int | None:
+    """Set when the live session is hung up, and return its seconds left. The caller holds the lock."""
+    left = max(0, min(time_left(app, call)))
+    app.hang_up = next_hang_up(app.clock(), left)
+    app.changed.notify_all()
+    return None if left == math.inf else round(left)
+
+
+def watch(app: App, session_id: str) -> None:
+    """Hang a session up when its time is over, as long as it is the live one."""
+
+    def is_over() -> bool:
+        return app.closing or app.live_session != session_id
+
+    with app.changed:
+        while not is_over() and app.clock() < app.hang_up[0]:
+            app.changed.wait(app.hang_up[0] - app.clock())
+        if is_over():
+            return
+        reason = app.hang_up[1]
+    log_event(reason, logging.WARNING, session=session_id)
+    hang_up(app, session_id)
 
 
 def in_background(function: Callable[..., None], *args: object) -> None:
@@ -2859,6 +3042,18 @@ def resume_runs(app: App) -> None:
         in_background(work, app, run)
 
 
+def resume_session(app: App) -> None:
+    """Take up the session that an earlier process left open, and hang up those it was about to."""
+    with app.changed:
+        left_open = [session for session in app.journal.sessions(math.inf) if not session.ended]
+        for session in left_open[-1:]:
+            app.live_session = session.id
+            let_go_on(app, session.call)
+            in_background(watch, app, session.id)
+    for session in left_open[:-1]:
+        in_background(hang_up, app, session.id)
+
+
 def forget_daily(app: App) -> None:
     """Let go of what is too old, once a day for as long as the server runs."""
     while not app.closing:
@@ -3095,6 +3290,7 @@ ROUTES: list[tuple[str, str, Handling, bool]] = [
     ("GET", "/healthz", get_health, OPEN),
     ("GET", "/config", get_config, TOKEN),
     ("POST", "/session", post_session, TOKEN),
+    ("POST", "/session/meter", post_session_meter, TOKEN),
     ("POST", "/session/close", post_session_close, TOKEN),
     ("POST", "/delegate", post_delegate, TOKEN),
     ("GET", "/runs", get_runs, TOKEN),
@@ -3562,6 +3758,7 @@ def serve_until(server: Server, wait: Callable[[], object]) -> None:
     host, port = str(server.server_address[0]), server.server_address[1]
     named = f"[{host}]" if ":" in host else host
     resume_runs(app)
+    resume_session(app)
     in_background(forget_daily, app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

@@ -1423,7 +1423,7 @@ def test_a_call_is_opened_with_the_settings(bench):
 
     answer = b.start_call(sdp=sdp)
 
-    assert answer.body == {"session_id": "live_1", "sdp": "v=0 of live_1"}
+    assert answer.body == {"session_id": "live_1", "sdp": "v=0 of live_1", "seconds_left": 7200}
     body = b.openai.seen[0].body
     assert body["transport"] == {"type": "webrtc", "sdp": sdp}
     session = body["session"]

@@ -153,8 +153,9 @@ def test_an_answer_without_a_session_is_garbled(serve, body):
 def test_a_session_that_is_over_counts_as_hung_up(serve, status):
     openai = serve({("POST", "/v1/live/sessions/*/hangup"): [reply(status)]})
 
-    OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1/..%")
+    was_open = OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1/..%")
 
+    assert was_open == (status != 404)
     assert openai.seen[0].path == "/v1/live/sessions/live_1%2F..%25/hangup"
 
 
