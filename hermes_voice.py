@@ -32,6 +32,7 @@ Hermes:   https://github.com/NousResearch/hermes-agent
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import difflib
 import errno
@@ -1970,8 +1971,10 @@ EVENTS_TIMEOUT = 40  # seconds
 ANSWER_LIMIT = 8 << 20  # bytes of one JSON answer
 READ_SIZE = 1 << 16  # bytes; larger reads map and unmap memory each time
 
+CLOSE_SECONDS = 5  # for a session to say that it closed; the page's own close waits as long
+
 # A broken body raises HTTPException, which is neither OSError nor ValueError.
-BROKEN = (OSError, ValueError, http.client.HTTPException)
+BROKEN = (OSError, ValueError, IndexError, http.client.HTTPException)
 
 
 @dataclass(frozen=True)
@@ -2194,10 +2197,32 @@ class OpenAI(Upstream):
 
     def hang_up(self, session_id: str) -> bool:
         """End a session from here. False if it was over already."""
-        answer = self.call("POST", f"/live/sessions/{urllib.parse.quote(session_id, safe='')}/hangup", {})
-        if answer.status >= 300 and answer.status != 404:
+        path = f"/live/sessions/{urllib.parse.quote(session_id, safe='')}"
+        answer = self.call("POST", f"{path}/hangup", {})
+        # The vendor documents the hang-up for telephone calls; who is attached may close any session.
+        if answer.status >= 300 and answer.status != 404 and not self._close_attached(f"{path}/attach"):
             raise _refused(answer, "openai_hangup", "OpenAI did not confirm the hang-up.")
         return answer.status != 404
+
+    def _close_attached(self, path: str) -> bool:
+        """Attach to a session by WebSocket and close it. False if it does not say that it closed."""
+        key = base64.b64encode(secrets.token_bytes(16)).decode()
+        headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+        headers |= {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": key}
+        sock, connection, response = self.send(
+            "GET", path, None, headers, min(CLOSE_SECONDS, self.read_seconds)
+        )
+        try:
+            if response.status != 101:
+                return False
+            sock.sendall(_websocket_frame(b'{"type":"session.close","event_id":"close_1"}'))
+            events = map(json.loads, _websocket_messages(response.fp, time.monotonic() + CLOSE_SECONDS))
+            return any(event.get("type") == "session.closed" for event in events if isinstance(event, dict))
+        except BROKEN:
+            return False
+        finally:
+            response.close()
+            connection.close()
 
     def _why(self, answer: Answer, model: str) -> Refused:
         known = OPENAI_REFUSALS.get(str(answer.error.get("code")))
@@ -2209,6 +2234,31 @@ class OpenAI(Upstream):
         )
         wait = f"{answer.retry_after:.0f} seconds" if answer.retry_after else "a minute"
         return _refused(answer, code, message.format(model=model, wait=wait))
+
+
+def _websocket_frame(text: bytes) -> bytes:
+    """A client's text frame of RFC 6455, for at most 125 bytes."""
+    mask = secrets.token_bytes(4)
+    masked = bytes(byte ^ mask[at % 4] for at, byte in enumerate(text))
+    return bytes([0x81, 0x80 | len(text)]) + mask + masked
+
+
+def _websocket_messages(stream: io.BufferedReader, until: float) -> Iterator[bytes]:
+    """What a server's frames say, whole, until it closes or the time is over. Pings go unanswered."""
+    message = b""
+    while time.monotonic() < until:
+        head = stream.read(2)
+        kind, length = head[0] & 0x0F, head[1] & 0x7F
+        if length > 125:
+            length = int.from_bytes(stream.read(2 if length == 126 else 8))
+        if kind == 8 or len(message) + length > ANSWER_LIMIT:
+            return
+        payload = stream.read(length)
+        if kind < 8:
+            message += payload
+            if head[0] & 0x80:
+                yield message
+                message = b""
 
 
 # Hermes

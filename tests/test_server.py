@@ -1098,7 +1098,8 @@ def test_a_call_is_opened_over_http(serve):
 
     answer = house.ask("POST", "/session", CALL)
 
-    assert json.loads(answer.data) == {"session_id": "live_1", "sdp": "v=0 answer\r\n"}
+    told = json.loads(answer.data)
+    assert told == {"session_id": "live_1", "sdp": "v=0 answer\r\n", "seconds_left": 7200}
 
 
 def test_a_call_whose_page_hangs_up_meanwhile_is_hung_up(serve):
