@@ -2381,7 +2381,8 @@ class EventStream:
 #
 # Threads: `app.changed` is the only lock. It is held for looking at the run book and
 # changing it, never across a call outwards. One worker thread and one reader thread per
-# unended run; pages follow the sidecar's own copy of the updates.
+# unended run, and one that watches the live session's time; pages follow the sidecar's own
+# copy of the updates.
 
 STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
 SHORTEST_CALL = 60  # seconds; with less left none is opened
@@ -3096,11 +3097,13 @@ def resume_session(app: App) -> None:
     """Take up the session that an earlier process left open, and hang up those it was about to."""
     with app.changed:
         left_open = [session for session in app.journal.sessions(math.inf) if not session.ended]
-        for session in left_open[-1:]:
-            app.live_session = session.id
-            let_go_on(app, session.call)
-            in_background(watch, app, session.id)
-    for session in left_open[:-1]:
+        if left_open:
+            live = left_open.pop()
+            app.live_session = live.id
+            let_go_on(app, live.call)
+            in_background(watch, app, live.id)
+            log_event("session.resumed", session=live.id)
+    for session in left_open:
         in_background(hang_up, app, session.id)
 
 
