@@ -313,6 +313,17 @@ def test_the_minutes_of_a_day_are_shared_by_all_pages(call):
     assert b.start_call().body["seconds_left"] == SHORTEST_CALL
 
 
+def test_a_call_that_goes_on_counts_up_to_this_moment(call):
+    b = call(Config(call_minutes=0, day_minutes=60))
+    hang_ups(b, reply(200))
+    b.start_call()
+    talk(b, "live_1", 3000)
+
+    b.app.clock.now += 50
+
+    assert b.start_call().body["seconds_left"] == 550
+
+
 def test_a_day_that_is_used_up_says_so_and_ends_at_midnight(call):
     b = call()
     hang_ups(b, reply(200))
