@@ -23,7 +23,7 @@ Each section uses only what stands above it:
     upstream   the only code that opens a connection outwards
     handlers   the App, the run's worker, one function per route
     server     the gate, the route table, the HTTP adapter, the page's files
-    command    flags, signals, main
+    command    flags, --check, signals, main
 
 Live API: https://developers.openai.com/api/docs/guides/live
 Hermes:   https://github.com/NousResearch/hermes-agent
@@ -35,6 +35,7 @@ import argparse
 import base64
 import contextlib
 import difflib
+import email.utils
 import errno
 import hmac
 import html
@@ -52,6 +53,7 @@ import secrets
 import signal
 import socket
 import sqlite3
+import ssl
 import stat
 import sys
 import sysconfig
@@ -479,9 +481,14 @@ def read_secret(path: Path, flag: str) -> str:
         raise ConfigError([f"{flag} {path}: cannot be read: {error.strerror}"]) from None
     except ValueError as error:
         raise ConfigError([f"{flag} {path}: {error}"]) from None
+    check_private(path, flag, mode)
+    return secret
+
+
+def check_private(path: Path, flag: str, mode: int) -> None:
+    """Raise ConfigError, naming the flag, if every user can read or write the file."""
     if os.name == "posix" and mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ConfigError([f"{flag} {path}: every user can read it; run: chmod 600 {path}"])
-    return secret
 
 
 def checked_secret(text: str) -> str:
@@ -506,6 +513,16 @@ def dotenv_value(text: str, name: str) -> str:
     return quoted[2] if quoted else re.sub(r"\s+#.*$", "", value)
 
 
+def user_home(environ: Mapping[str, str]) -> Path:
+    """The user's home directory."""
+    return Path(environ.get("HOME", "~")).expanduser()
+
+
+def hermes_home(environ: Mapping[str, str]) -> Path:
+    """Where a Hermes of this user keeps its settings."""
+    return Path(environ.get("HERMES_HOME") or user_home(environ) / ".hermes")
+
+
 def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[str, str]) -> str:
     """A secret from where it lies: the flag's file, systemd's credential, Hermes's .env."""
     flag, credential = f"--{name}-file", Path(environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name
@@ -513,8 +530,7 @@ def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[st
         return read_secret(path or credential, flag)
     if not variable:
         return ""
-    home = environ.get("HERMES_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".hermes"
-    dotenv = Path(home) / ".env"
+    dotenv = hermes_home(environ) / ".env"
     try:
         value = dotenv_value(dotenv.read_text(encoding="utf-8", errors="replace"), variable)
         if value:
@@ -526,6 +542,27 @@ def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[st
     except ValueError as error:
         raise ConfigError([f"{dotenv}: {variable} {error}"]) from None
     raise ConfigError([f"{flag}: not given, and {dotenv} holds no {variable}; name the key's file"])
+
+
+def load_certificate(chain: Path, key: Path) -> ssl.SSLContext:
+    """What a TLS server needs to show this certificate. Raise ConfigError if it cannot be used."""
+    flag = "--tls-cert" if key == chain else "--tls-key"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        check_private(key, flag, key.stat().st_mode)
+        # Without a password to try, OpenSSL would ask for one at the terminal.
+        context.load_cert_chain(chain, key, password="")
+    except ssl.SSLError as error:
+        why = {"KEY_VALUES_MISMATCH": f"the key in {key} belongs to another certificate"}.get(
+            error.reason, f"it must hold a certificate chain in PEM, and {key} its key without a password"
+        )
+        raise ConfigError([f"--tls-cert {chain}: {why}"]) from None
+    except OSError as error:
+        named = f"{flag} {key}" if chain.is_file() else f"--tls-cert {chain}"
+        raise ConfigError([f"{named}: cannot be read: {error.strerror}"]) from None
+    return context
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -551,15 +588,15 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def check_url(url: str, flag: str) -> list[str]:
-    """The problems of an upstream's base URL."""
+def check_url(url: str, flag: str, example: str = DEFAULT_HERMES_URL) -> list[str]:
+    """The problems of a base URL."""
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         usable = False
     if not usable:
-        return [f"{flag} {url!r}: give a URL such as {DEFAULT_HERMES_URL}"]
+        return [f"{flag} {url!r}: give a URL such as {example}"]
     if parts.username or parts.password or parts.query or parts.fragment:
         return [f"{flag}: the URL must hold no user name, password, query or fragment"]
     return []
@@ -695,7 +732,7 @@ def glossary_lines(glossary: Iterable[Term]) -> str:
 # 5. A run has exactly one final update, whatever happens to the connection.
 #
 # In this order: what was said and what is answered; spoken approvals; Hermes's events;
-# the run book; the meter.
+# the run book; the meter; pairing.
 
 # What is said
 
@@ -1697,6 +1734,41 @@ def next_hang_up(now: float, left: float) -> tuple[float, str]:
     return now + min(left, UNHEARD_SECONDS), reason
 
 
+# Pairing
+#
+# A pairing code is worth the access token, once. It is the time it was made at and a MAC
+# of that under the token, so the command that prints it and the server that takes it need
+# share nothing but the token. Each server takes codes in the order they were made in only:
+# what is older than its start or than the last one taken is refused, and so is a code used
+# twice, also over a restart.
+
+PAIR_SECONDS = 600
+PAIR_AHEAD = 60  # seconds that a code's clock may be ahead of the server's
+PAIR_MAC = 18  # bytes; with the 6 of the time, 32 characters of base64 without padding
+
+
+def pair_code(access: str, made: float) -> str:
+    """The pairing code of a time, in seconds since 1970."""
+    stamp = round(made * 1000).to_bytes(6, "big")
+    mac = hmac.digest(access.encode(), b"hermes-voice pairing " + stamp, "sha256")
+    return base64.urlsafe_b64encode(stamp + mac[:PAIR_MAC]).decode()
+
+
+def pair_time(access: str, code: str, now: float, after: float) -> float:
+    """When a code was made. Raise Unauthorized if it is none, Conflict if its time is over."""
+    try:
+        made = int.from_bytes(base64.urlsafe_b64decode(code)[:6], "big") / 1000
+    except ValueError:
+        made = 0
+    if not hmac.compare_digest(pair_code(access, made).encode(), code.encode()):
+        message = "This pairing link is not this server's or not whole. Print a new one: hermes-voice --pair."
+        raise Unauthorized(message)
+    if not after < made <= now + PAIR_AHEAD or now >= made + PAIR_SECONDS:
+        message = "This pairing link has expired or was used before. Print a new one: hermes-voice --pair."
+        raise Conflict(message, code="pair_expired")
+    return made
+
+
 # ---- journal -----------------------------------------------------------------
 #
 # One SQLite file. A request stands in it before Hermes hears of it, and an end before a
@@ -1763,6 +1835,16 @@ _STORED = (
 )
 
 
+def sound_version(database: sqlite3.Connection) -> int:
+    """The schema's version in a database, 0 in a new one. Raise DatabaseError if it cannot be used."""
+    version = int(database.execute("pragma user_version").fetchone()[0])
+    if version > SCHEMA_VERSION:
+        raise sqlite3.DatabaseError("it was written by a newer hermes-voice")
+    if database.execute("pragma quick_check").fetchone()[0] != "ok":
+        raise sqlite3.DatabaseError("it is damaged")
+    return version
+
+
 class Journal:
     """What must survive a restart. Safe to use from any thread. None keeps it in memory."""
 
@@ -1780,11 +1862,7 @@ class Journal:
         self._prepare()
 
     def _prepare(self) -> None:
-        version = self._database.execute("pragma user_version").fetchone()[0]
-        if version > SCHEMA_VERSION:
-            raise sqlite3.DatabaseError("it was written by a newer hermes-voice")
-        if self._database.execute("pragma quick_check").fetchone()[0] != "ok":
-            raise sqlite3.DatabaseError("it is damaged")
+        version = sound_version(self._database)
         if version < SCHEMA_VERSION:
             steps = "".join(SCHEMAS[version:])
             self._database.executescript(f"begin; {steps} pragma user_version = {SCHEMA_VERSION}; commit;")
@@ -2195,6 +2273,15 @@ class OpenAI(Upstream):
             raise self.garbled("no session id or no answer")
         return session_id, reply
 
+    def look_up(self, model: str) -> Answer:
+        """The model's card, which is free and shown only to keys that may use the model."""
+        answer = self.call("GET", f"/models/{urllib.parse.quote(model, safe='')}")
+        if answer.body.get("id") == model:
+            return answer
+        if answer.status < 400 or (answer.status == 404 and not answer.error):
+            raise self.garbled(answer.text)
+        raise self._why(answer, model)
+
     def hang_up(self, session_id: str) -> bool:
         """End a session from here. False if it was over already."""
         path = f"/live/sessions/{urllib.parse.quote(session_id, safe='')}"
@@ -2293,10 +2380,14 @@ class Hermes(Upstream):
             raise self.garbled(answer.text)
         return answer.body
 
+    def features(self) -> Json:
+        """What this Hermes says it can do."""
+        features = self.ask("GET", "/v1/capabilities").get("features")
+        return features if isinstance(features, dict) else {}
+
     def is_idempotent(self) -> bool:
         """Whether starts can be retried, answers are bound and history is loaded (0.21 on)."""
-        features = self.ask("GET", "/v1/capabilities").get("features")
-        return isinstance(features, dict) and bool(features.get("runs_idempotency"))
+        return bool(self.features().get("runs_idempotency"))
 
     def start(self, body: Json, key: str) -> str:
         """Start a run and return its id."""
@@ -2470,7 +2561,8 @@ class App:
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
         self.live_session = ""
-        self.hang_up = (math.inf, "")  # when to end it, on `clock`, and what is logged as the reason
+        self.deadline = (math.inf, "")  # when to hang it up, by `clock`, and why
+        self.pair_after = time.time()  # codes made until then are refused
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
         """Add updates to a run and wake who follows it."""
@@ -2678,13 +2770,13 @@ def check_caps(app: App, call: str) -> None:
         again = time.strftime("%A at %H:%M", time.localtime(day_around(app.wall())[1]))
         raise TooMany(
             f"Calls have taken {most - by_day / 60:.0f} of the {most} minutes a day. You can call again on"
-            f" {again}. To call sooner, raise 'day_minutes' in the config file and restart hermes-voice.",
+            f" {again}. To call sooner, raise 'day_minutes' in the config file and reload or restart hermes-voice.",
             code="day_cap",
         )
     if by_call < SHORTEST_CALL:
         raise TooMany(
             f"This call has used its {app.config.call_minutes} minutes. Start a new one, or raise"
-            " 'call_minutes' in the config file and restart hermes-voice.",
+            " 'call_minutes' in the config file and reload or restart hermes-voice.",
             code="call_cap",
         )
 
@@ -2692,7 +2784,7 @@ def check_caps(app: App, call: str) -> None:
 def let_go_on(app: App, call: str) -> int | None:
     """Set when the live session is hung up, and return its seconds left. The caller holds the lock."""
     left = max(0, min(time_left(app, call)))
-    app.hang_up = next_hang_up(app.clock(), left)
+    app.deadline = next_hang_up(app.clock(), left)
     app.changed.notify_all()
     return None if left == math.inf else round(left)
 
@@ -2704,11 +2796,11 @@ def watch(app: App, session_id: str) -> None:
         return app.closing or app.live_session != session_id
 
     with app.changed:
-        while not is_over() and app.clock() < app.hang_up[0]:
-            app.changed.wait(app.hang_up[0] - app.clock())
+        while not is_over() and app.clock() < app.deadline[0]:
+            app.changed.wait(app.deadline[0] - app.clock())
         if is_over():
             return
-        reason = app.hang_up[1]
+        reason = app.deadline[1]
     log_event(reason, logging.WARNING, session=session_id)
     hang_up(app, session_id)
 
@@ -3274,6 +3366,17 @@ def get_config(app: App, request: Request) -> Reply:
     )
 
 
+def post_pair(app: App, request: Request) -> Reply:
+    """Give the access token for a pairing code. A wrong code is as bad as a wrong token."""
+    code = text_of(request.body, "code", SECRET_LIMIT)
+    if app.access is None:
+        raise Conflict("This server asks for no access token. Open the page without one.", code="no_token")
+    with app.changed:
+        app.pair_after = pair_time(app.access, code, time.time(), app.pair_after)
+    log_event("device.paired")
+    return Reply({"token": app.access})
+
+
 def get_health(app: App, request: Request) -> Reply:
     """That the server lives, and nothing else."""
     return Reply({"status": "ok"})
@@ -3333,7 +3436,14 @@ REQUEST_SECONDS = 30  # until a request is complete, and for each write of its a
 # it would reset the answer away.
 LINGER_SECONDS, LINGER_LIMIT = 5, 8 << 20  # bytes
 BACKLOG = 256  # connections waiting to be accepted; the default of 5 loses callers
-CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError)
+CERTIFICATE_SECONDS = 1  # between two looks at the certificate's files
+CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError, ssl.SSLError)
+
+PLAIN_HTTP = "This port speaks HTTPS. Put https:// in front of the address.\n"
+PLAIN_HTTP_REPLY = (
+    "HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    f"Content-Length: {len(PLAIN_HTTP)}\r\n\r\n{PLAIN_HTTP}"
+).encode()
 
 Handling = Callable[[App, Request], Reply | Updates]
 
@@ -3341,6 +3451,7 @@ OPEN, TOKEN = False, True
 ROUTES: list[tuple[str, str, Handling, bool]] = [
     # method, path, handler, does it need the access token?
     ("GET", "/healthz", get_health, OPEN),
+    ("POST", "/pair", post_pair, OPEN),
     ("GET", "/config", get_config, TOKEN),
     ("POST", "/session", post_session, TOKEN),
     ("POST", "/session/meter", post_session_meter, TOKEN),
@@ -3452,6 +3563,35 @@ def find_route(method: str, path: str) -> tuple[Handling, tuple[str, ...]]:
     raise NotFound("There is nothing here.")
 
 
+class Certificate:
+    """A certificate's files, read again when they have changed. Only the accepting thread asks."""
+
+    def __init__(self, chain: Path, key: Path) -> None:
+        self.chain, self.key = chain, key
+        self._mark, self._looked_at = self._stamp(), time.monotonic()
+        self._context = load_certificate(chain, key)
+
+    def context(self) -> ssl.SSLContext:
+        """What the next connection is shown: the files' pair, or the one before if that is bad."""
+        if time.monotonic() - self._looked_at > CERTIFICATE_SECONDS:
+            self._looked_at = time.monotonic()
+            # Taken before reading, so that a file written meanwhile is seen the next time.
+            before, self._mark = self._mark, self._stamp()
+            if self._mark != before:
+                try:
+                    self._context = load_certificate(self.chain, self.key)
+                    log_event("certificate.loaded", file=self.chain)
+                except ConfigError as error:
+                    log_event("certificate.refused", logging.WARNING, kept="the old one", detail=error)
+        return self._context
+
+    def _stamp(self) -> list[tuple[int, int, int]]:
+        with contextlib.suppress(OSError):
+            found = [path.stat() for path in (self.chain, self.key)]
+            return [(file.st_mtime_ns, file.st_ino, file.st_size) for file in found]
+        return []
+
+
 class Server(ThreadingHTTPServer):
     """The listening socket, with what its handlers need."""
 
@@ -3465,13 +3605,29 @@ class Server(ThreadingHTTPServer):
         app: App,
         page: dict[str, tuple[str, bytes]],
         request_seconds: float = REQUEST_SECONDS,
+        certificate: Certificate | None = None,
     ) -> None:
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self.app, self.page, self.request_seconds = app, page, request_seconds
+        self.certificate = certificate
         self.names = {address[0].lower(), *app.config.public_hosts}
         self.streams = 0  # open, so that shutting down can wait for their last lines
+        self.turned_at = time.monotonic()  # when the accepting thread last came round
         super().__init__(address, Handler)
+
+    def service_actions(self) -> None:
+        """The accepting thread has come round."""
+        self.turned_at = time.monotonic()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Its first read makes the handshake, in its own thread and time."""
+        connection, address = super().get_request()
+        if self.certificate is not None:
+            connection = self.certificate.context().wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        return connection, address
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A connection's thread died outside of a request."""
@@ -3489,7 +3645,7 @@ class Incoming(socket.SocketIO):
     def readinto(self, buffer: Any) -> int | None:
         """Read some bytes in the time that is left."""
         self.connection.settimeout(max(0.001, self.until - time.monotonic()))
-        return super().readinto(buffer)
+        return self.connection.recv_into(buffer)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -3505,15 +3661,25 @@ class Handler(BaseHTTPRequestHandler):
         """Prepare for a connection's requests."""
         super().setup()
         self.incoming = Incoming(self.connection)
-        self.rfile = io.BufferedReader(self.incoming)
+        self.rfile: io.BufferedReader = io.BufferedReader(self.incoming)
 
     def handle_one_request(self) -> None:
         """Wait for a request, within its time, and serve it."""
         self.incoming.until = time.monotonic() + self.server.request_seconds
-        super().handle_one_request()
+        try:
+            super().handle_one_request()
+        except ssl.SSLError as error:
+            self.close_connection = True
+            log_event("tls.failed", client=self.client_address[0], reason=error.reason)
+            if error.reason == "HTTP_REQUEST":
+                socket.socket.sendall(self.connection, PLAIN_HTTP_REPLY)  # not SSLSocket's
 
     def finish(self) -> None:
         """Read on until the client has closed, within limits."""
+        if isinstance(self.connection, ssl.SSLSocket):
+            self.connection.settimeout(0)
+            with contextlib.suppress(OSError, ValueError):
+                self.connection.unwrap()  # says the end and, without a timeout, awaits no answer
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.incoming.until = time.monotonic() + LINGER_SECONDS
@@ -3601,11 +3767,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def client_is_gone(self) -> bool:
         """Whether the client has hung up while it was being answered."""
+        self.incoming.until = 0  # waits for nothing; what has come is kept for the next request
         try:
-            self.connection.settimeout(0)
-            peeked: bytes = self.connection.recv(1, socket.MSG_PEEK)
-            return not peeked
-        except BlockingIOError:
+            return not self.rfile.peek(1)
+        except TimeoutError:
             return False
         except OSError:
             return True
@@ -3682,6 +3847,7 @@ def error_reply(error: VoiceError) -> Reply:
 # ---- command -----------------------------------------------------------------
 
 SHUTDOWN_SECONDS = 3  # for streams to write their last line
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 class LogFormat(logging.Formatter):
@@ -3707,6 +3873,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--openai-key-file", type=Path, metavar="FILE", help="default: OPENAI_API_KEY of Hermes's .env")
     add("--openai-base-url", default=DEFAULT_OPENAI_URL, metavar="URL", help="default %(default)s")
     add("--access-token-file", type=Path, metavar="FILE", help="what the page must show to be let in")
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate chain in PEM: serve HTTPS")
+    add("--tls-key", type=Path, metavar="FILE", help="its key; default: in the same file")
     add("--config", type=Path, metavar="FILE", help="JSON, see config.example.json")
     add(
         "--state",
@@ -3714,8 +3882,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where the journal lies, or: none; default: systemd's or ~/.local/state",
     )
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
+    add("--check", action="store_true", help="say what is right, what is wrong and what to do, and end")
+    add("--json", action="store_true", help="with --check: the same for programs")
+    add("--pair", nargs="?", const="", metavar="URL", help="print a link that lets a device in, and end")
     add("--version", action="version", version=f"hermes-voice {__version__}")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.json and not args.check:
+        parser.error("--json goes with --check")
+    return args
 
 
 def page_folder(given: Path | None) -> Path:
@@ -3725,21 +3899,70 @@ def page_folder(given: Path | None) -> Path:
     return given or (beside if beside.is_dir() else installed)
 
 
-def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Journal:
-    """The journal, where it is told to be or where state belongs. Raise ConfigError."""
-    home = Path(environ.get("XDG_STATE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".local/state")
+def unusable_journal(folder: Path | None, error: Exception) -> ConfigError:
+    """What a journal that cannot be used means, for a person."""
+    hint = "give another folder, move the file away, or run without memory: --state none"
+    return ConfigError([f"--state {folder}: the journal cannot be used: {error}; {hint}"])
+
+
+# Where Hermes's .env holds a secret, "" if it does not.
+SECRETS = {"openai-key": "OPENAI_API_KEY", "hermes-key": "API_SERVER_KEY", "access-token": ""}
+
+
+def secret_of(name: str, args: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """A secret from wherever the flags and the environment say it lies. Raise ConfigError."""
+    return find_secret(name, getattr(args, f"{name.replace('-', '_')}_file"), SECRETS[name], environ)
+
+
+def check_exposure(args: argparse.Namespace, host: str, access: str) -> list[str]:
+    """What is wrong if others can reach it without a token."""
+    if is_loopback(host) or access or args.access_token_file:
+        return []
+    return [
+        f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
+        " whoever gets in drives Hermes"
+    ]
+
+
+def state_folder(given: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Where the journal is told to be or where state belongs. None: nowhere."""
+    home = Path(environ.get("XDG_STATE_HOME") or user_home(environ) / ".local/state")
     folder = Path(given or environ.get("STATE_DIRECTORY") or home / "hermes-voice")
+    return None if given == "none" else folder
+
+
+def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Journal:
+    """The journal in its folder. Raise ConfigError."""
+    folder = state_folder(given, environ)
     try:
-        journal = Journal(None if given == "none" else folder)
+        journal = Journal(folder)
         journal.forget_before(time.time() - days * 86400)
         return journal
     except (OSError, sqlite3.Error) as error:
-        hint = "give another folder, move the file away, or run without memory: --state none"
-        raise ConfigError([f"--state {folder}: the journal cannot be used: {error}; {hint}"]) from None
+        raise unusable_journal(folder, error) from None
 
 
-def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
-    """The server, listening, and the warnings. Raise ConfigError with every problem."""
+def find_certificate(chain: Path | None, key: Path | None) -> Certificate | None:
+    """The certificate of the flags, if they name one. Raise ConfigError."""
+    if chain is None and key is not None:
+        raise ConfigError([f"--tls-key {key}: needs --tls-cert, the certificate that it belongs to"])
+    return Certificate(chain, key or chain) if chain else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is read at the start, and again on SIGHUP."""
+
+    config: Config
+    warnings: list[str]
+    secrets: Secrets
+    page: dict[str, tuple[str, bytes]]
+    certificate: Certificate | None
+    address: tuple[str, int]
+
+
+def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
+    """Everything that flags, files and environment say. Raise ConfigError with every problem."""
     problems: list[str] = []
 
     def attempt(step: Callable[[], Any], instead: Any) -> Any:
@@ -3753,43 +3976,596 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     host, port = attempt(lambda: parse_listen(args.listen), ("127.0.0.1", 0))
     problems += check_url(args.hermes_url, "--hermes-url")
     problems += check_url(args.openai_base_url, "--openai-base-url")
-    openai_key = attempt(
-        lambda: find_secret("openai-key", args.openai_key_file, "OPENAI_API_KEY", environ), ""
-    )
-    hermes_key = attempt(
-        lambda: find_secret("hermes-key", args.hermes_key_file, "API_SERVER_KEY", environ), ""
-    )
-    access = attempt(lambda: find_secret("access-token", args.access_token_file, "", environ), "")
+    openai_key = attempt(lambda: secret_of("openai-key", args, environ), "")
+    hermes_key = attempt(lambda: secret_of("hermes-key", args, environ), "")
+    access = attempt(lambda: secret_of("access-token", args, environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
-    journal = attempt(lambda: open_journal(args.state, config.history_days, environ), None)
-    if not is_loopback(host) and not access and not args.access_token_file:
-        problems.append(
-            f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
-            " whoever gets in drives Hermes"
-        )
+    certificate = attempt(lambda: find_certificate(args.tls_cert, args.tls_key), None)
+    problems += check_exposure(args, host, access)
     if problems:
         raise ConfigError(problems)
-    openai, hermes = OpenAI(args.openai_base_url, openai_key), Hermes(args.hermes_url, hermes_key)
-    app = App(config, access or None, openai, hermes, journal)
+    keys = Secrets(openai_key, hermes_key, access or None)
+    return Settings(config, warnings, keys, page, certificate, (host, port))
+
+
+def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
+    """The server, listening, and the warnings. Raise ConfigError with every problem."""
+    settings = read_settings(args, environ)
+    keys = settings.secrets
+    openai, hermes = OpenAI(args.openai_base_url, keys.openai), Hermes(args.hermes_url, keys.hermes)
+    journal = open_journal(args.state, settings.config.history_days, environ)
+    app = App(settings.config, keys.access, openai, hermes, journal)
     try:
-        return Server((host, port), app, page), warnings
+        server = Server(settings.address, app, settings.page, certificate=settings.certificate)
+        return server, settings.warnings
     except (OSError, UnicodeError) as error:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         why = "the port is taken; is it running already?" if taken else getattr(error, "strerror", error)
         raise ConfigError([f"--listen {args.listen}: {why}"]) from None
 
 
+def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Read everything again and use it, or, if anything is wrong with it, go on as before."""
+    app = server.app
+    notify(environ, "RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+    try:
+        settings = read_settings(args, environ)
+        keys = settings.secrets
+        if app.access and not keys.access:
+            raise ConfigError(["the access token is gone; to serve without one, start it again"])
+    except (ConfigError, OSError) as error:
+        for problem in getattr(error, "problems", [error]):
+            log_event("reload.refused", logging.WARNING, kept="the old settings", problem=problem)
+    else:
+        # A request under way ends with the upstream, and so the key, that it began with.
+        app.openai = OpenAI(args.openai_base_url, keys.openai)
+        app.hermes = Hermes(args.hermes_url, keys.hermes)
+        app.config, app.access = settings.config, keys.access
+        server.page, server.certificate = settings.page, settings.certificate
+        server.names = {settings.address[0].lower(), *settings.config.public_hosts}
+        for warning in settings.warnings:
+            log_event("reload.warned", logging.WARNING, warning=warning)
+        log_event("server.reloaded", token="needed" if app.access else "none")
+    notify(environ, "READY=1")
+
+
+def notify(environ: Mapping[str, str], *words: str) -> None:
+    """Tell systemd, where it listens, as sd_notify(3) does."""
+    address = re.sub("^@", "\0", environ.get("NOTIFY_SOCKET", ""))
+    if address:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(1)
+            sock.sendto("\n".join(words).encode(), address)
+
+
+def watchdog_seconds(environ: Mapping[str, str], pid: int) -> float:
+    """Half of what systemd's watchdog of this process waits, or 0 if there is none."""
+    given = environ.get("WATCHDOG_USEC", "")
+    ours = environ.get("WATCHDOG_PID", str(pid)) == str(pid)
+    return int(given) / 2e6 if ours and re.fullmatch(r"[0-9]{1,18}", given) else 0
+
+
+def report_life(server: Server, environ: Mapping[str, str], seconds: float) -> None:
+    """Tell systemd's watchdog, as long as connections are accepted and the one lock can be had."""
+    while not server.app.closing:
+        free = server.app.changed.acquire(timeout=seconds)
+        if free:
+            server.app.changed.release()
+        if free and time.monotonic() - server.turned_at < seconds:
+            notify(environ, "WATCHDOG=1")
+        else:
+            log_event("server.stuck", logging.ERROR, lock="free" if free else "held")
+        time.sleep(seconds)
+
+
+def wait_for_end(at_terminal: bool, again: Callable[[], None]) -> None:
+    """Wait for SIGTERM or SIGINT; on SIGHUP reload, or end with the terminal if that has gone."""
+    while signal.sigwait(SIGNALS) == signal.SIGHUP and sys.stderr.isatty() == at_terminal:
+        again()
+
+
+# The check
+#
+# Each check looks at one subject, whatever the others found, and yields a level, a text and what
+# to do. It changes nothing and opens no session. What is told can be shown to everybody: no
+# secret, no user's and no host's name.
+
+CHECK_SECONDS = 10  # for all of it
+ASK_SECONDS = 5  # to connect, and between two bytes; a cold Hermes blocks its loop for 2.5 s
+CLOCK_SECONDS = 60  # clocks that are further apart make logs and certificates hard to trust
+NO_KEY = "no-key-is-known"  # what an upstream is shown then
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"  # a problem: no call would work
+Seen = Iterator[tuple[str, str, str]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check saw, fit to be shown to everybody."""
+
+    level: str
+    subject: str
+    text: str
+    advice: str
+
+
+class Checkup:
+    """One look at everything that a start with these flags would use."""
+
+    def __init__(self, args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+        self.args, self.environ = args, environ
+        self.config = Config()
+        self.keys = dict.fromkeys(SECRETS, "")
+        with contextlib.suppress(ConfigError):  # told by its own check
+            self.config = load_config(args.config)[0]
+        for name in SECRETS:
+            with contextlib.suppress(ConfigError):
+                self.keys[name] = secret_of(name, args, environ)
+        self.clocks: dict[str, float] = {}  # how far ahead each upstream's clock is, in seconds
+        self._hidden = self._names_to_hide()
+
+    def run(self) -> list[Finding]:
+        """What was found, in the order of CHECKS. They run at once, so that all take no longer than one."""
+        found: dict[str, list[Finding]] = {}
+
+        def examine(subject: str) -> None:
+            found[subject] = self._examine(subject, CHECKS[subject])
+
+        threads = [threading.Thread(target=examine, args=(subject,), daemon=True) for subject in CHECKS]
+        until = time.monotonic() + CHECK_SECONDS
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0, until - time.monotonic()))
+        slow = f"no end after {CHECK_SECONDS} s", "check the network and its name server, then try again"
+        told = [found.get(subject, [Finding(PROBLEM, subject, *slow)]) for subject in CHECKS]
+        return [*itertools.chain(*told), *self._examine("clock", check_clock)]
+
+    def _examine(self, subject: str, check: Callable[[Checkup], Seen]) -> list[Finding]:
+        seen: list[tuple[str, str, str]] = []
+        try:
+            seen.extend(check(self))
+        except ConfigError as error:
+            seen += [(PROBLEM, *text_and_advice(problem)) for problem in error.problems]
+        except UpstreamError as error:
+            seen.append((PROBLEM, *upstream_trouble(subject, error)))
+        except Exception as error:
+            seen.append((PROBLEM, f"the check itself failed: {type(error).__name__}", "please report it"))
+        return [
+            Finding(level, subject, self._public(text), self._tilde(advice)) for level, text, advice in seen
+        ]
+
+    def _names_to_hide(self) -> list[tuple[str, str]]:
+        args = self.args
+        named = [(host, f"your host #{n}") for n, host in enumerate(self.config.public_hosts, 1)]
+        for url, instead in ((args.hermes_url, "Hermes's host"), (args.openai_base_url, "OpenAI's host")):
+            named.append((url if check_url(url, "") else str(urllib.parse.urlsplit(url).hostname), instead))
+        try:
+            named.append((parse_listen(args.listen)[0], "your address"))
+        except ConfigError:
+            named.append((args.listen, "your address"))
+        return [pair for pair in named if not is_loopback(pair[0]) and pair[0] != "api.openai.com"]
+
+    def _public(self, text: str) -> str:
+        for key in filter(None, self.keys.values()):
+            text = text.replace(key, "•••")
+        for name, instead in self._hidden:
+            text = re.sub(rf"(?i)(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
+        text = re.sub(r"""('public_hosts' holds) (['"]).*\2""", r"\1 a wrong one", text)
+        text = re.sub(r"(?<![\d.])(?!127\.)\d{1,3}(?:\.\d{1,3}){3}(?![\d.])", "(an address)", text)
+        return self._tilde(mask(text))
+
+    def _tilde(self, text: str) -> str:
+        home = str(user_home(self.environ))
+        if len(home) > 1:  # more than the root, which stands in every URL
+            text = re.sub(rf"(?<!\w){re.escape(home)}(?=\W|$)", "~", text)
+        text = re.sub(r"/(home|Users)/[^/\s:;,]+", r"/\1/...", text)
+        return re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text)
+
+
+def text_and_advice(problem: str) -> tuple[str, str]:
+    """The two halves of what a start would say."""
+    text, _, advice = problem.partition("; ")
+    return text, advice or "put that right; the README says what belongs there"
+
+
+def upstream_trouble(subject: str, error: UpstreamError) -> tuple[str, str]:
+    """A failed call as text and advice. What an upstream said about it is not shown."""
+    text, _, advice = error.message.rstrip(".").partition(". ")
+    why = error.detail if isinstance(error, Unreachable) else f"HTTP {error.answered}"
+    why = f" ({why})" if why != "HTTP None" else ""
+    advice = advice or f"look for a newer {subject} or hermes-voice"
+    return text.removeprefix(f"{subject} ") + why, advice[:1].lower() + advice[1:]
+
+
+def check_config(checkup: Checkup) -> Seen:
+    """The config file."""
+    config, warnings = load_config(checkup.args.config)
+    yield OK, f"{'read' if checkup.args.config else 'none, so the defaults'}; model {config.model}", ""
+    for warning in warnings:
+        yield WARNING, *text_and_advice(warning)
+
+
+def check_page(checkup: Checkup) -> Seen:
+    """The page's files."""
+    yield OK, f"{len(read_page(page_folder(checkup.args.static))) - 1} files", ""
+
+
+FIRST_STEPS = {
+    "openai-key": "make one at https://platform.openai.com/api-keys, put it into a file of mode 600 and name"
+    " that: --openai-key-file FILE",
+    "hermes-key": "put API_SERVER_ENABLED=true and API_SERVER_KEY= with what `openssl rand -hex 32` prints"
+    " into Hermes's .env, then run: hermes gateway run; for a Hermes elsewhere: --hermes-key-file FILE",
+}
+
+
+TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
+
+
+def check_secret(name: str) -> Callable[[Checkup], Seen]:
+    """The check of one secret: whether it is there, and who else can read it."""
+
+    def check(checkup: Checkup) -> Seen:
+        try:
+            secret = secret_of(name, checkup.args, checkup.environ)
+        except ConfigError as error:
+            missing, advice = text_and_advice(error.problems[0])
+            yield PROBLEM, missing, FIRST_STEPS[name] if "not given" in missing else advice
+            return
+        systemd = (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
+        path = (
+            getattr(checkup.args, f"{name.replace('-', '_')}_file") or hermes_home(checkup.environ) / ".env"
+        )
+        if not secret:
+            yield OK, "none, so whoever reaches the page drives Hermes", ""
+        elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
+        else:
+            yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
+
+    return check
+
+
+def check_state(checkup: Checkup) -> Seen:
+    """The journal. A running server may be using it, so it is only looked at."""
+    folder = state_folder(checkup.args.state, checkup.environ)
+    if folder is None:
+        yield OK, "in memory only: a restart forgets what was asked and said", ""
+        return
+    path = folder.absolute() / JOURNAL_FILE
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
+    try:
+        if there != path and not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "a file is in the way")
+        if not os.access(there, os.W_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written")
+        if there == path:
+            # Without a log beside it nobody is changing it, and not even a lock is left behind.
+            how = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+            with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?{how}", uri=True)) as database:
+                sound_version(database)
+    except (OSError, sqlite3.Error) as error:
+        raise unusable_journal(folder, error) from None
+    yield OK, f"in {folder}" + ("" if there == path else ", made at the first start"), ""
+
+
+def check_port(checkup: Checkup) -> Seen:
+    """Whether it can listen where it is told to."""
+    host, port = parse_listen(checkup.args.listen)
+    if problems := check_exposure(checkup.args, host, checkup.keys["access-token"]):
+        raise ConfigError(problems)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+        yield OK, f"{port} is free" if port else "any that is free", ""
+    except (OSError, UnicodeError) as error:
+        if getattr(error, "errno", 0) != errno.EADDRINUSE:
+            why = str(getattr(error, "strerror", error)).partition(" (")[0]  # without the address
+            yield PROBLEM, f"cannot listen: {why}", "give this computer's address and a port above 1023"
+        elif is_ours(host, port):
+            yield OK, f"{port} is taken by a hermes-voice that is running", ""
+        elif getattr(checkup.args, "tls_cert", None):
+            yield WARNING, f"{port} is taken, and TLS hides by whom", "stop it, unless it is hermes-voice"
+        else:
+            yield PROBLEM, f"{port} is taken by another program", "give another port with --listen"
+
+
+def is_ours(host: str, port: int) -> bool:
+    """Whether a hermes-voice answers there."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    named = f"[{here}]" if ":" in here else here
+    server = Upstream("hermes-voice", f"http://{named}:{port}", NO_KEY)
+    server.connect_seconds = server.read_seconds = ASK_SECONDS
+    try:
+        answer = server.call("GET", "/healthz")
+    except UpstreamError:
+        return False
+    return answer.headers.get("Server", "").startswith("hermes-voice") and answer.body == {"status": "ok"}
+
+
+def check_reach(checkup: Checkup) -> Seen:
+    """From where the page can be used: browsers give a microphone to HTTPS and to loopback only."""
+    host, _ = parse_listen(checkup.args.listen)
+    hosts, secure = checkup.config.public_hosts, getattr(checkup.args, "tls_cert", None)
+    if hosts and not checkup.keys["access-token"]:
+        yield WARNING, "who comes through public_hosts drives Hermes without an access token", TOKEN_ADVICE
+    if secure:
+        yield OK, "HTTPS" + ("" if hosts else "; by address only, a name has to be in public_hosts"), ""
+    elif not is_loopback(host):
+        advice = "put a reverse proxy with TLS in front, and its name into public_hosts"
+        yield WARNING, "without HTTPS browsers give no microphone to pages from other computers", advice
+    elif hosts:
+        yield OK, f"{len(hosts)} public host(s), for which a reverse proxy must have TLS", ""
+    else:
+        yield OK, "from this computer; from another, forward the port with ssh -L", ""
+
+
+# A feature of Hermes, how bad it is to lack it, the first version with it, what it gives, what is without.
+HERMES_FEATURES = [
+    ("run_submission", PROBLEM, "0.19.0", "runs", "has no runs, so it cannot be given work"),
+    ("run_steer", WARNING, "0.20.4", "steering",
+     "takes no words while it works: the task is stopped and started again with them"),
+    ("runs_idempotency", WARNING, "0.21.0", "safe repeats, history and bound answers",
+     "cannot repeat a start safely, load a conversation, or bind an answer to its question"),
+]  # fmt: skip
+
+
+def check_hermes(checkup: Checkup) -> Seen:
+    """Whether Hermes is there, takes the key, and what it can do."""
+    if problems := check_url(checkup.args.hermes_url, "--hermes-url"):
+        raise ConfigError(problems)
+    key = checkup.keys["hermes-key"]
+    hermes = Hermes(checkup.args.hermes_url, key or NO_KEY)
+    hermes.connect_seconds = hermes.read_seconds = ASK_SECONDS
+    health = hermes.call("GET", "/health")
+    note_clock(checkup, "Hermes", health)
+    version = str(health.body.get("version"))[:40]
+    if health.body.get("platform") != "hermes-agent":
+        yield PROBLEM, "what answers is not Hermes's API server", "give its address with --hermes-url"
+    elif not key:
+        yield WARNING, f"{version} answers, but there is no key to ask more with", "see the Hermes key"
+    else:
+        features = hermes.features()
+        gifts = ", ".join(gift for name, _, _, gift, _ in HERMES_FEATURES if features.get(name))
+        yield OK, f"{version}, key accepted" + (f"; has {gifts}" if gifts else ""), ""
+        for name, level, since, _, lack in HERMES_FEATURES:
+            if not features.get(name):
+                yield level, f"{version} {lack}", f"update Hermes to {since} or newer"
+
+
+# Of Hermes's config.yaml, which may be JSON, as all JSON is YAML.
+_APPROVALS = re.compile(r'(?m)^(?:\{.*?)?"?approvals"?[ \t]*:([ \t]*\{[^}]*\}|.*(?:\n(?:[ \t].*|$))*)')
+APPROVAL_MODES = {
+    "manual": (OK, "manual: every dangerous command asks you", ""),
+    "smart": (OK, "smart: a model of Hermes's lets pass what it finds harmless, the rest asks you", ""),
+    "off": (WARNING, "off: nothing asks you, and what was misheard is done",
+            "set approvals.mode to smart or manual in Hermes's config.yaml"),
+    "": (OK, "cannot be seen from here; Hermes's default is smart", ""),
+}  # fmt: skip
+
+
+def approval_mode(text: str) -> str:
+    """The approval mode in the text of Hermes's config.yaml."""
+    block = _APPROVALS.search(re.sub(r"(?m)(?:^|[ \t])#.*", "", text))
+    found = re.search(r"""\bmode["']?\s*:\s*["']?(\w+)""", block[1]) if block else None
+    mode = found[1].lower() if found else "smart"
+    return "off" if mode in ("false", "no") else mode  # to YAML a bare off is false
+
+
+def check_approvals(checkup: Checkup) -> Seen:
+    """When Hermes asks before it acts, if its settings are here."""
+    mode, url = "", checkup.args.hermes_url
+    if not check_url(url, "") and is_loopback(str(urllib.parse.urlsplit(url).hostname)):
+        with contextlib.suppress(OSError):
+            path = hermes_home(checkup.environ) / "config.yaml"
+            mode = approval_mode(path.read_text(encoding="utf-8", errors="replace"))
+    yield APPROVAL_MODES.get(mode, (WARNING, f"{mode}: not known here", "see Hermes's documentation"))
+
+
+def check_openai(checkup: Checkup) -> Seen:
+    """Whether OpenAI is there, takes the key, and shows it the model. Nothing is billed."""
+    if problems := check_url(checkup.args.openai_base_url, "--openai-base-url"):
+        raise ConfigError(problems)
+    key, model = checkup.keys["openai-key"], checkup.config.model
+    openai = OpenAI(checkup.args.openai_base_url, key or NO_KEY)
+    openai.connect_seconds = openai.read_seconds = ASK_SECONDS
+    try:
+        note_clock(checkup, "OpenAI", openai.look_up(model))
+        yield OK, f"key accepted, {model} is open to it", ""
+    except Refused as error:
+        if key and not (error.code == _NO_ACCESS[0] and model not in MODELS):
+            raise
+        if key:
+            yield PROBLEM, f"does not show {model} to this key", f"set model to {' or '.join(MODELS)}"
+        else:
+            yield WARNING, "answers, but there is no key to ask more with", "see the OpenAI key"
+
+
+def note_clock(checkup: Checkup, name: str, answer: Answer) -> None:
+    """Compare the date of an answer with ours."""
+    with contextlib.suppress(TypeError, ValueError):  # none, or nonsense
+        date = email.utils.parsedate_to_datetime(answer.headers["Date"])
+        checkup.clocks[name] = date.timestamp() - time.time()
+
+
+def check_clock(checkup: Checkup) -> Seen:
+    """Whether this computer's clock agrees with the others."""
+    wrong = {name: ahead for name, ahead in checkup.clocks.items() if abs(ahead) > CLOCK_SECONDS}
+    for name, ahead in wrong.items():
+        text = f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} that of {name}"
+        yield WARNING, text, "let this computer keep time with NTP"
+    if not wrong:
+        with_whom = " and ".join(checkup.clocks)
+        yield OK, f"agrees with {with_whom}" if with_whom else "not compared: no answer had a date", ""
+
+
+CHECKS: dict[str, Callable[[Checkup], Seen]] = {
+    "config": check_config,
+    "page": check_page,
+    "OpenAI key": check_secret("openai-key"),
+    "Hermes key": check_secret("hermes-key"),
+    "access token": check_secret("access-token"),
+    "journal": check_state,
+    "port": check_port,
+    "reach": check_reach,
+    "Hermes": check_hermes,
+    "approvals": check_approvals,
+    "OpenAI": check_openai,
+}
+
+
+def report(findings: Sequence[Finding], as_json: bool) -> tuple[str, bool]:
+    """The findings for programs or for people, and whether a call would work."""
+    counts = {level: [found.level for found in findings].count(level) for level in (PROBLEM, WARNING)}
+    good = not counts[PROBLEM]
+    if as_json:
+        told = [vars(found) for found in findings]
+        return json.dumps({"ok": good, "version": __version__, "findings": told}, indent=1), good
+    lines = [f"{f.level:8} {f.subject:13} {'; '.join(filter(None, (f.text, f.advice)))}" for f in findings]
+    verdict = "a call would work" if good else "no call would work yet"
+    told_counts = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
+    return "\n".join([*lines, f"hermes-voice {__version__}: {verdict}; {told_counts}"]), good
+
+
+# `--pair`
+
+NO_MICROPHONE = (
+    "over plain http the access token can be read on the way, and the browser gives no microphone; put HTTPS"
+    " in front, with a reverse proxy or tailscale serve; or forward a port, with ssh -L, and open"
+    " http://localhost there; or talk on this machine itself"
+)
+
+# A QR code of version 5: the data in one block, error correction level L.
+QR_SIZE = 37  # modules
+QR_DATA, QR_CHECK = 108, 26  # codewords
+QR_BYTES = QR_DATA - 2  # of text; mode, length and end take two
+QR_FORMAT = 0x77C4  # level L with mask 0, which inverts where row + column is even
+QR_QUIET = 2  # light modules around it: half of the standard's, to fit 24 lines
+QR_COLOURS = "\x1b[38;5;16;48;5;231m"  # black on white, whatever the theme
+
+
+def print_pairing(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Print a link that is worth the access token, once. Raise ConfigError."""
+    config, _ = load_config(args.config)
+    host, port = parse_listen(args.listen)
+    access = secret_of("access-token", args, environ)
+    if not access:
+        raise ConfigError(["--pair: no access token is configured; name the server's --access-token-file,"
+                           " or open the page without one"])  # fmt: skip
+    base = page_url(args.pair, config.public_hosts, host, port)
+    link = f"{base}#pair={pair_code(access, time.time())}"
+    parts = urllib.parse.urlsplit(base)
+    try:
+        check_host([parts.netloc], {host, *config.public_hosts})
+    except Forbidden as error:
+        print(f"hermes-voice: warning: {parts.netloc}: {error.message}", file=sys.stderr)
+    if is_loopback(parts.hostname or ""):
+        where = "on this machine or through a forwarded port only; for a phone, give --pair the page's URL"
+        print(f"hermes-voice: warning: this link works {where}", file=sys.stderr)
+    elif parts.scheme != "https":
+        print(f"hermes-voice: warning: {NO_MICROPHONE}", file=sys.stderr)
+    print(f"Open this on the device, once, within {PAIR_SECONDS // 60} minutes:\n{link}")
+    readable = sys.stdout.isatty() and sys.stdout.encoding.lower().startswith("utf")
+    if readable and len(link.encode()) <= QR_BYTES:
+        print(drawn(qr_code(link)))
+
+
+def page_url(given: str, public_hosts: Sequence[str], host: str, port: int) -> str:
+    """Where devices find the page: as told, by its public name, or where it listens. Raise ConfigError."""
+    example = "https://voice.example.org/"
+    if given:
+        if problems := check_url(given, "--pair", example):
+            raise ConfigError(problems)
+        return given.rstrip("/") + "/"
+    if public_hosts:
+        return f"https://{public_hosts[0]}/"
+    if not port or (is_address(host) and ipaddress.ip_address(host).is_unspecified):
+        raise ConfigError([f"--pair: --listen names no address to open; give the page's URL: {example}"])
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def qr_check(data: bytes) -> bytes:
+    """The Reed-Solomon codewords of a QR code's data."""
+    powers = [1]
+    while len(powers) < 255:
+        powers.append(powers[-1] << 1 ^ (0x11D if powers[-1] > 127 else 0))
+    logs = {power: number for number, power in enumerate(powers)}
+
+    def times(a: int, b: int) -> int:
+        return powers[(logs[a] + logs[b]) % 255] if a and b else 0
+
+    divisor = [1]
+    for root in powers[:QR_CHECK]:
+        divisor = [a ^ times(b, root) for a, b in zip([*divisor, 0], [0, *divisor], strict=True)]
+    rest = [*data, *bytes(QR_CHECK)]
+    for at in range(len(data)):
+        factor = rest[at]
+        for step, part in enumerate(divisor):
+            rest[at + step] ^= times(part, factor)
+    return bytes(rest[-QR_CHECK:])
+
+
+def qr_frame() -> dict[tuple[int, int], bool]:
+    """The modules that every such code has, by row and column: is it dark?"""
+    last = QR_SIZE - 1
+    frame = {(6, at): at % 2 == 0 for at in range(QR_SIZE)}
+    frame |= {(at, 6): at % 2 == 0 for at in range(QR_SIZE)}
+    squares = [(3, 3, 4, (2, 4)), (3, last - 3, 4, (2, 4)), (last - 3, 3, 4, (2, 4)), (30, 30, 2, (1,))]
+    for row, column, reach, light in squares:
+        for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
+            frame[row + down, column + right] = max(abs(down), abs(right)) not in light
+    for bit in range(15):
+        dark = bool(QR_FORMAT >> bit & 1)
+        frame[(bit + (bit > 5), 8) if bit < 8 else (8, (7 if bit == 8 else 14 - bit))] = dark
+        frame[(8, last - bit) if bit < 8 else (last - 14 + bit, 8)] = dark
+    frame[last - 7, 8] = True
+    return {at: dark for at, dark in frame.items() if min(at) >= 0 and max(at) < QR_SIZE}
+
+
+def qr_code(text: str) -> dict[tuple[int, int], bool]:
+    """The QR code of at most QR_BYTES of text, by row and column: is it dark?"""
+    raw = text.encode()
+    whole = (0x400 | len(raw)) << 8 * len(raw) | int.from_bytes(raw, "big")  # 4: bytes
+    data = ((whole << 4).to_bytes(len(raw) + 2, "big") + b"\xec\x11" * QR_DATA)[:QR_DATA]
+    bits = "".join(f"{byte:08b}" for byte in data + qr_check(data)) + "0" * 7
+    modules = qr_frame()
+    # In columns of two from the right, up and down in turn; the left timing line is skipped.
+    rows = range(QR_SIZE)
+    columns = [*range(QR_SIZE - 1, 7, -2), 5, 3, 1]
+    path = [(row, column - left) for turn, column in enumerate(columns)
+            for row in (rows if turn % 2 else reversed(rows)) for left in (0, 1)]  # fmt: skip
+    free = [at for at in path if at not in modules]
+    return modules | {at: (bit == "1") ^ (sum(at) % 2 == 0) for at, bit in zip(free, bits, strict=True)}
+
+
+def drawn(modules: Mapping[tuple[int, int], bool]) -> str:
+    """A QR code for a terminal, two rows to a line."""
+    span = range(-QR_QUIET, QR_SIZE + QR_QUIET)
+    lines = [
+        "".join(" ▄▀█"[2 * modules.get((row, at), False) + modules.get((row + 1, at), False)] for at in span)
+        for row in span[::2]
+    ]
+    return "\n".join(f"{QR_COLOURS}{line}\x1b[0m" for line in lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT. Return 0, or 2 if it could not start."""
+    """Run until SIGTERM or SIGINT. Return 0, or 2 if it could not start. A check returns 0 or 1."""
     try:
         args = parse_arguments(argv)
     except SystemExit as said:  # the version, the help, or what is wrong with the flags
         return 2 if said.code else 0
+    if args.check:
+        told, good = report(Checkup(args, os.environ).run(), args.json)
+        print(told)
+        return 0 if good else 1
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormat())
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
     try:
+        if args.pair is not None:
+            print_pairing(args, os.environ)
+            return 0
         server, warnings = build_server(args, os.environ)
     except ConfigError as error:
         for problem in error.problems:
@@ -3799,14 +4575,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hermes-voice: warning: {warning}", file=sys.stderr)
     log_event("server.starting", version=__version__)
     # A handler could come too late for a main thread that is just going to sleep.
-    ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
-    serve_until(server, lambda: signal.sigwait(ends))
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    at_terminal = sys.stderr.isatty()
+    serve_until(
+        server, lambda: wait_for_end(at_terminal, lambda: reload(server, args, os.environ)), os.environ
+    )
     return 0
 
 
-def serve_until(server: Server, wait: Callable[[], object]) -> None:
+def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str, str] | None = None) -> None:
     """Serve until the wait is over, then let the streams end."""
+    environ = environ or {}
     app = server.app
     host, port = str(server.server_address[0]), server.server_address[1]
     named = f"[{host}]" if ":" in host else host
@@ -3815,8 +4594,14 @@ def serve_until(server: Server, wait: Callable[[], object]) -> None:
     in_background(forget_daily, app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    log_event("server.listening", url=f"http://{named}:{port}/", token="needed" if app.access else "none")
+    scheme = "https" if server.certificate else "http"
+    log_event("server.listening", url=f"{scheme}://{named}:{port}/",
+              token="needed" if app.access else "none")  # fmt: skip
+    notify(environ, "READY=1")
+    if seconds := watchdog_seconds(environ, os.getpid()):
+        in_background(report_life, server, environ, seconds)
     wait()
+    notify(environ, "STOPPING=1")
     server.shutdown()
     server.server_close()
     app.close()

@@ -2,7 +2,8 @@
 
 import { Api, ApiError } from "./api.js";
 import { START, step } from "./call.js";
-import { CallError, Session } from "./rtc.js";
+import { CallError, findDevices, onDeviceChange, Session } from "./rtc.js";
+import { PROGRESS, readSettings } from "./settings.js";
 import * as view from "./view.js";
 
 /** @typedef {import("./wire.js").Event} Event */
@@ -24,6 +25,8 @@ const known = localStorage.getItem("conversation");
 let conversation = known ?? newId();
 localStorage.setItem("conversation", conversation);
 const page = newId().slice(0, 12);
+let offered = { voice: "", voices: /** @type {string[]} */ ([]), language: "", glossary: /** @type {string[]} */ ([]) };
+let settings = readSettings(localStorage.getItem("settings"), []);
 
 /** Not every page has crypto.randomUUID: plain http has not. */
 function newId() {
@@ -78,15 +81,16 @@ async function open(attempt, history) {
   const session = new Session(view.voice, (event) => {
     if (event.type === "soundBlocked") return allowSound();
     if (event.type === "microphoneEnded") return dispatch({ type: "notice", level: "error", text: "The microphone was taken away. Hang up and start the call again." });
+    if (event.type === "deviceGone") return dispatch({ type: "notice", level: "error", text: `The ${event.device} is not there any more. The default one is used now.` });
     dispatch({ ...event, attempt });
   });
   current = { attempt, session };
   try {
     await session.open(async (sdp) => {
-      const { session_id, sdp: answer } = await api.post("session", { sdp, conversation, history });
+      const { session_id, sdp: answer } = await api.post("session", { sdp, conversation, history, voice: settings.voice || undefined });
       dispatch({ type: "opened", attempt, sessionId: session_id });
       return answer;
-    }, state.muted);
+    }, state.muted, settings);
   } catch (error) {
     dispatch({ type: "failed", attempt, message: explained(error).message });
   }
@@ -223,13 +227,60 @@ function switchTo(id) {
   location.reload();
 }
 
-/** Load what the server knows; without the right token, ask for it. */
-async function begin() {
+/** @param {boolean} [anew] only if they are shown already */
+async function showSettings(anew = false) {
+  const devices = await findDevices();
+  if (anew && !view.settingsShown()) return;
+  const token = [localStorage, sessionStorage].some((store) => store.getItem("token") !== null);
+  view.showSettings({ ...offered, ...devices, chosen: settings, progress: PROGRESS, token });
+}
+
+/** @param {string} setting @param {string} value */
+async function choose(setting, value) {
+  settings = { ...settings, [setting]: value };
+  localStorage.setItem("settings", JSON.stringify(settings));
+  try {
+    if (setting === "microphone") await current?.session.useMicrophone(value);
+    if (setting === "speaker") await current?.session.useSpeaker(value);
+    if (setting === "progress") dispatch({ type: "set", progress: value });
+  } catch (error) {
+    dispatch({ type: "notice", level: "error", text: explained(error).message });
+  }
+}
+
+/** As if the page was never let in; the call ends with it. */
+function forgetToken() {
+  localStorage.removeItem("token");
+  sessionStorage.removeItem("token");
+  location.reload();
+}
+
+/** A link that `--pair` printed brings a code, which is worth the token once. It does not stay in the address bar. */
+async function arrive() {
+  const [, code] = location.hash.match(/^#pair=(.*)$/) ?? [];
+  if (code === undefined) return begin();
+  history.replaceState(null, "", location.pathname + location.search);
+  try {
+    const { token } = await api.post("pair", { code });
+    localStorage.setItem("token", token);
+    sessionStorage.removeItem("token");
+    dispatch({ type: "notice", level: "info", text: "This device is paired and keeps the access token. The settings can forget it." });
+    await begin();
+  } catch (error) {
+    await begin(explained(error).message);
+  }
+}
+
+/** Load what the server knows; without the right token, ask for it. @param {string} [why] a link did not pair this device */
+async function begin(why) {
   api.token = sessionStorage.getItem("token") ?? localStorage.getItem("token") ?? "";
   try {
     const config = await api.get("config");
     view.hideTokenEntry();
-    dispatch({ type: "configured", idleSeconds: config.idle_seconds, stopPhrases: config.stop_phrases, page });
+    if (why) dispatch({ type: "notice", level: "error", text: why });
+    offered = config;
+    settings = readSettings(localStorage.getItem("settings"), config.voices);
+    dispatch({ type: "configured", idleSeconds: config.idle_seconds, stopPhrases: config.stop_phrases, page, progress: settings.progress });
     const { conversations } = await api.get("conversations");
     // A device that has no conversation yet goes on with the newest, unless it has begun one.
     const untouched = !known && !state.runs.length && !state.transcript.lines.length;
@@ -241,7 +292,7 @@ async function begin() {
     dispatch({ type: "listed", runs });
   } catch (error) {
     const { message, status } = explained(error);
-    if (status === 401) askForToken(api.token ? "That token was not accepted. Check it and try again." : "This server asks for its access token.");
+    if (status === 401) askForToken(why ? `${why} Or enter the token here.` : api.token ? "That token was not accepted. Check it and try again." : "This server asks for its access token.");
     else dispatch({ type: "notice", level: "error", text: message });
     redraw();
   }
@@ -260,6 +311,9 @@ view.bind({
   conversations: () => void showConversations(),
   switchTo,
   forget: (id) => void forget(id),
+  settings: () => void showSettings(),
+  choose: (setting, value) => void choose(setting, value),
+  forgetToken,
   token: (token, remember) => {
     (remember ? localStorage : sessionStorage).setItem("token", token);
     void begin();
@@ -270,4 +324,9 @@ addEventListener("pagehide", () => {
   dispatch({ type: "leave" });
   if (state.sessionId) void hangUp(state.sessionId);
 });
-void begin();
+onDeviceChange(() => {
+  void current?.session.checkSpeaker();
+  void showSettings(true);
+});
+addEventListener("hashchange", () => location.hash && void arrive());
+void arrive();

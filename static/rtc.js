@@ -26,7 +26,30 @@ const MICROPHONE = {
 const INSECURE =
   "Browsers give no microphone to a page over plain http. Three ways out: open the page as " +
   "http://localhost on the machine itself; forward a port, with ssh -L 8790:localhost:8790 and the server's name, and open " +
-  "http://localhost:8790 here; or put HTTPS in front, with a reverse proxy or tailscale serve.";
+  "http://localhost:8790 here; or use HTTPS, with --tls-cert, a reverse proxy or tailscale serve.";
+
+/** @typedef {{id: string, label: string}} Device */
+/** @typedef {{microphone: string, speaker: string}} Chosen ids of devices, empty for the default ones */
+
+/**
+ * The devices there are, beside the default ones. Before the page was once allowed to listen,
+ * browsers name none.
+ * @returns {Promise<{microphones: Device[], speakers: Device[] | null}>} no speakers where the browser chooses
+ */
+export async function findDevices() {
+  const found = (await navigator.mediaDevices?.enumerateDevices().catch(() => [])) ?? [];
+  const named = (/** @type {string} */ kind, /** @type {string} */ word) =>
+    found
+      .filter((device) => device.kind === kind && device.deviceId && device.deviceId !== "default")
+      .map(({ deviceId, label }, index) => ({ id: deviceId, label: label || `${word} ${index + 1}` }));
+  const speakers = "setSinkId" in HTMLMediaElement.prototype ? named("audiooutput", "Speaker") : null;
+  return { microphones: named("audioinput", "Microphone"), speakers };
+}
+
+/** @param {() => void} callback when a device has come or gone */
+export function onDeviceChange(callback) {
+  navigator.mediaDevices?.addEventListener("devicechange", callback);
+}
 
 export class Session {
   /** @type {RTCPeerConnection | null} */ #peer = null;
@@ -35,6 +58,9 @@ export class Session {
   /** @type {AudioContext | null} */ #context = null;
   /** @type {number | undefined} */ #meter;
   #closed = false;
+  #swaps = 0;
+  #speaker = "";
+  #playing = false;
   #audio;
   #emit;
 
@@ -56,19 +82,21 @@ export class Session {
    * Open the microphone, then the connection.
    * @param {(sdp: string) => Promise<string>} exchange offer against answer
    * @param {boolean} muted
+   * @param {Chosen} chosen
    */
-  async open(exchange, muted) {
+  async open(exchange, muted, chosen) {
     if (!window.isSecureContext || !navigator.mediaDevices) throw new CallError(INSECURE);
-    this.#microphone = await openMicrophone();
+    this.#microphone = await this.#openMicrophone(chosen.microphone);
     if (this.#closed) return this.#release();
+    this.#speaker = chosen.speaker;
     const peer = (this.#peer = new RTCPeerConnection());
     for (const track of this.#microphone.getAudioTracks()) {
       track.enabled = !muted;
-      track.addEventListener("ended", () => this.#emit({ type: "microphoneEnded" }));
+      track.addEventListener("ended", () => void this.#replaceLost());
       peer.addTrack(track, this.#microphone);
     }
     this.#openChannel(peer);
-    peer.addEventListener("track", (event) => this.#play(event.streams[0] ?? new MediaStream([event.track])));
+    peer.addEventListener("track", (event) => void this.#play(event.streams[0] ?? new MediaStream([event.track])));
     peer.addEventListener("connectionstatechange", () => this.#report(peer.connectionState));
     await peer.setLocalDescription(await peer.createOffer());
     await gathered(peer);
@@ -92,6 +120,65 @@ export class Session {
     for (const track of this.#microphone?.getAudioTracks() ?? []) track.enabled = !on;
   }
 
+  /**
+   * Go on with another microphone; if it does not open, with the one so far.
+   * @param {string} id empty for the default one
+   */
+  async useMicrophone(id) {
+    const sender = this.#peer?.getSenders()[0];
+    if (!sender || this.#closed) return;
+    const number = ++this.#swaps;
+    const opened = await this.#openMicrophone(id);
+    const [track] = opened.getAudioTracks();
+    if (this.#closed || number !== this.#swaps) return track.stop();
+    const before = this.#microphone?.getAudioTracks() ?? [];
+    track.enabled = before.every((old) => old.enabled);
+    track.addEventListener("ended", () => void this.#replaceLost());
+    this.#microphone = opened;
+    try {
+      await sender.replaceTrack(track);
+    } finally {
+      for (const old of before) old.stop();
+    }
+  }
+
+  /** @param {string} id empty for the default one */
+  async useSpeaker(id) {
+    this.#speaker = id;
+    if (!this.#playing || !("setSinkId" in this.#audio) || this.#audio.sinkId === id) return;
+    try {
+      await this.#audio.setSinkId(id);
+    } catch {
+      this.#emit({ type: "deviceGone", device: "speaker" });
+      await this.#audio.setSinkId("").catch(() => {}); // it is the default one already
+    }
+  }
+
+  /** A device has come or gone: the speaker may be it. */
+  async checkSpeaker() {
+    const { speakers } = await findDevices();
+    const id = this.#playing && this.#audio.sinkId;
+    if (!id || !speakers || speakers.some((speaker) => speaker.id === id)) return;
+    this.#emit({ type: "deviceGone", device: "speaker" });
+    await this.useSpeaker("");
+  }
+
+  /** The microphone was unplugged, or taken away. */
+  async #replaceLost() {
+    if (this.#closed) return;
+    try {
+      await this.useMicrophone("");
+      if (!this.#closed) this.#emit({ type: "deviceGone", device: "microphone" });
+    } catch {
+      this.#emit({ type: "microphoneEnded" });
+    }
+  }
+
+  /** @param {string} id */
+  #openMicrophone(id) {
+    return openMicrophone(id, () => this.#emit({ type: "deviceGone", device: "microphone" }));
+  }
+
   /** @param {boolean} on */
   silence(on) {
     this.#audio.muted = on;
@@ -104,6 +191,7 @@ export class Session {
   }
 
   #release() {
+    this.#playing = false;
     clearInterval(this.#meter);
     for (const track of this.#microphone?.getTracks() ?? []) track.stop();
     this.#peer?.close();
@@ -132,10 +220,13 @@ export class Session {
   }
 
   /** @param {MediaStream} stream */
-  #play(stream) {
+  async #play(stream) {
     this.#audio.srcObject = stream;
-    this.#audio.play().catch(() => this.#emit({ type: "soundBlocked" }));
     if (this.#context) this.#measure(stream, this.#context);
+    await this.#audio.play().catch(() => this.#emit({ type: "soundBlocked" }));
+    // Earlier the speaker could not be set: the element was still changing its source.
+    this.#playing = !this.#closed;
+    await this.useSpeaker(this.#speaker);
   }
 
   /** @param {MediaStream} stream @param {AudioContext} context */
@@ -157,13 +248,19 @@ export class Session {
   }
 }
 
-async function openMicrophone() {
+/** @param {string} id empty for the default one @param {() => void} gone the default one is taken instead */
+async function openMicrophone(id, gone) {
+  const which = id ? { deviceId: { exact: id } } : {}; // a mere wish is not always granted
   try {
     return await navigator.mediaDevices.getUserMedia({
-      audio: { echoCancellation: true, noiseSuppression: true, autoGainControl: true },
+      audio: { echoCancellation: true, noiseSuppression: true, autoGainControl: true, ...which },
     });
   } catch (error) {
-    const name = error instanceof DOMException ? error.name : "";
+    const name = error instanceof Error ? error.name : "";
+    if (id && ["NotFoundError", "OverconstrainedError"].includes(name)) {
+      gone();
+      return openMicrophone("", gone);
+    }
     throw new CallError(MICROPHONE[name] ?? "The microphone could not be opened. Check it, then start the call again.");
   }
 }

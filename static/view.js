@@ -36,6 +36,17 @@ const talksHint = find("talks-hint", HTMLElement);
 const talksList = find("talks-list", HTMLUListElement);
 const talksNew = find("talks-new", HTMLButtonElement);
 const talksClose = find("talks-close", HTMLButtonElement);
+const settings = find("settings", HTMLButtonElement);
+const choices = find("choices", HTMLDialogElement);
+const chooseVoice = find("choose-voice", HTMLSelectElement);
+const chooseMicrophone = find("choose-microphone", HTMLSelectElement);
+const chooseSpeaker = find("choose-speaker", HTMLSelectElement);
+const chooseProgress = find("choose-progress", HTMLSelectElement);
+const devicesHint = find("devices-hint", HTMLElement);
+const shownLanguage = find("shown-language", HTMLElement);
+const shownGlossary = find("shown-glossary", HTMLElement);
+const forgetToken = find("forget-token", HTMLButtonElement);
+const choicesClose = find("choices-close", HTMLButtonElement);
 const compose = find("compose", HTMLFormElement);
 const message = find("message", HTMLTextAreaElement);
 
@@ -55,7 +66,8 @@ let actions = { approve() {}, switchTo() {}, forget() {} };
 /**
  * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, stopTask(): void,
  *   send(text: string): void, token(token: string, remember: boolean): void,
- *   conversations(): void} & Actions} callbacks
+ *   conversations(): void, settings(): void, choose(setting: string, value: string): void,
+ *   forgetToken(): void} & Actions} callbacks
  */
 export function bind(callbacks) {
   actions = callbacks;
@@ -68,6 +80,12 @@ export function bind(callbacks) {
   conversations.addEventListener("click", callbacks.conversations);
   talksNew.addEventListener("click", () => callbacks.switchTo(""));
   talksClose.addEventListener("click", closeConversations);
+  settings.addEventListener("click", callbacks.settings);
+  for (const [setting, select] of Object.entries({ voice: chooseVoice, microphone: chooseMicrophone, speaker: chooseSpeaker, progress: chooseProgress })) {
+    select.addEventListener("change", () => callbacks.choose(setting, select.value));
+  }
+  forgetToken.addEventListener("click", callbacks.forgetToken);
+  choicesClose.addEventListener("click", () => choices.close());
   entry.addEventListener("submit", (event) => {
     event.preventDefault();
     callbacks.token(token.value.trim(), remember.checked);
@@ -144,6 +162,42 @@ function drawTalk(talk, current) {
   return item;
 }
 
+/** @typedef {{id: string, label: string}} Device */
+
+/**
+ * Show the settings, or show them anew.
+ * @param {{chosen: import("./settings.js").Settings, voice: string, voices: string[], progress: string[],
+ *   microphones: Device[], speakers: Device[] | null, language: string, glossary: string[], token: boolean}} known
+ *   `voice`: the server's; `speakers`: null where the browser chooses; `token`: one is stored here
+ */
+export function showSettings({ chosen, voice, voices, progress, microphones, speakers, language, glossary, token }) {
+  const named = (/** @type {string} */ id) => ({ id, label: id[0].toUpperCase() + id.slice(1) });
+  offer(chooseVoice, chosen.voice, [{ id: "", label: voice ? `The server's choice: ${named(voice).label}` : "The server's choice" }, ...voices.map(named)]);
+  offer(chooseMicrophone, chosen.microphone, [{ id: "", label: "The default one" }, ...microphones]);
+  offer(chooseSpeaker, chosen.speaker, [{ id: "", label: "The default one" }, ...(speakers ?? [])]);
+  offer(chooseProgress, chosen.progress, progress.map(named));
+  chooseSpeaker.disabled = !speakers;
+  const hints = [
+    microphones.length ? "" : "Microphones and speakers can be chosen once the page has been allowed to listen: start a call first.",
+    speakers ? "" : "This browser lets no page choose the speaker; the system's settings do.",
+  ];
+  show(devicesHint, hints.join(" ").trim());
+  devicesHint.hidden = !devicesHint.textContent;
+  show(shownLanguage, language || "The one you speak");
+  show(shownGlossary, glossary.join(", ") || "No words");
+  forgetToken.hidden = !token;
+  if (!choices.open) choices.showModal();
+}
+
+export function settingsShown() {
+  return choices.open;
+}
+
+/** A device that is not there is offered no more, and the first is chosen. @param {HTMLSelectElement} select @param {string} chosen @param {Device[]} offered */
+function offer(select, chosen, offered) {
+  select.replaceChildren(...offered.map(({ id, label }) => new Option(label, id, false, id === chosen)));
+}
+
 /** @param {State} state */
 export function render(state) {
   const working = state.runs.some((run) => !run.result);
@@ -165,7 +219,7 @@ export function render(state) {
   stopSpeaking.hidden = state.phase !== "live" || state.silenced || !state.speech.sounding;
   stopTask.hidden = !working;
   stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
-  compose.hidden = conversations.hidden = !entry.hidden;
+  compose.hidden = conversations.hidden = settings.hidden = !entry.hidden;
   talksHint.hidden = state.phase === "idle";
   for (const button of talks.querySelectorAll("button")) button.disabled = state.phase !== "idle" && button !== talksClose;
   draw(questions, asked, asking.map((run) => ({ key: run.key, draw: drawOpenQuestion, data: visible(run, state) })));

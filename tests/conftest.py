@@ -6,6 +6,7 @@ is missing. In CI (CI=true) nothing may be missing: there every skip is a failur
 
 import contextlib
 import os
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -20,13 +21,18 @@ IN_CI = os.environ.get("CI") == "true"
 # With plain pytest, tests whose packages the machine does not have are left out.
 PACKAGES = {
     "test_browser.py": ("playwright", "aiortc", "aiohttp"),
+    "test_check.py": ("aiortc", "aiohttp"),
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
     "test_figures.py": ("playwright", "aiortc", "aiohttp"),
+    "test_hostile.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
     "test_long_talk.py": ("playwright", "aiortc", "aiohttp"),
+    "test_pair.py": ("zxingcpp",),
+    "test_proxies.py": ("playwright", "aiortc", "aiohttp"),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),
+    "test_settings.py": ("playwright", "aiortc", "aiohttp"),
 }
 collect_ignore = [
     name for name, packages in PACKAGES.items() if any(find_spec(package) is None for package in packages)
@@ -61,6 +67,31 @@ def browser(chromium_path):
 @pytest.fixture(scope="session")
 def node_path():
     return found(find_node(), NODE_HINT)
+
+
+@pytest.fixture(scope="session")
+def openssl_path():
+    return found(shutil.which("openssl"), "openssl (Debian: apt install openssl)")
+
+
+@pytest.fixture(scope="session")
+def nginx_path():
+    return found(find_server("nginx"), "nginx (Debian: apt install nginx-light)")
+
+
+@pytest.fixture(scope="session")
+def caddy_path():
+    return found(find_server("caddy"), "caddy (Debian: apt install caddy)")
+
+
+@pytest.fixture(scope="session")
+def systemd_analyze_path():
+    return found(shutil.which("systemd-analyze"), "systemd-analyze (Debian: apt install systemd)")
+
+
+def find_server(name):
+    """Debian keeps some of them where only root's PATH leads."""
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin")
 
 
 @pytest.fixture(scope="session")

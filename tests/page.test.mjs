@@ -22,6 +22,7 @@ import { describe, test } from "node:test";
 
 import * as call from "../static/call.js";
 import { parse } from "../static/markdown.js";
+import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
 import * as transcript from "../static/transcript.js";
 import * as wire from "../static/wire.js";
@@ -1138,6 +1139,36 @@ describe("markdown.js", () => {
         const took = milliseconds(() => parse(markdown));
         assert.ok(took < 200, `${JSON.stringify(markdown.slice(0, 20))}… took ${took} ms`);
       }
+    });
+  }
+});
+
+// ---- settings.js
+
+describe("settings.js", () => {
+  const VOICES = ["marin", "sage"];
+  const NOTHING = { voice: "", microphone: "", speaker: "", progress: "normal" };
+
+  test("what was chosen is read back", () => {
+    const chosen = { voice: "sage", microphone: "m", speaker: "s", progress: "quiet" };
+
+    assert.deepEqual(readSettings(JSON.stringify(chosen), VOICES), chosen);
+  });
+
+  test("one choice that makes no sense takes no other with it", () => {
+    const stored = JSON.stringify({ voice: "nobody", microphone: "m", more: 1 });
+
+    assert.deepEqual(readSettings(stored, VOICES), { ...NOTHING, microphone: "m" });
+  });
+
+  const senseless = [
+    null, "", "no json", "null", "7", "[]", '"voice"', "{}", '{"voice": "nobody"}', '{"progress": "loud"}',
+    '{"voice": ["sage"], "microphone": 7, "speaker": {}, "progress": null}', '{"__proto__": {"voice": "sage"}}',
+    JSON.stringify({ microphone: "x".repeat(501) }), JSON.stringify({ voice: "sage", more: "x".repeat(4000) }),
+  ];
+  for (const stored of senseless) {
+    test(`nothing is read from ${String(stored).slice(0, 60)}`, () => {
+      assert.deepEqual(readSettings(stored, VOICES), NOTHING);
     });
   }
 });

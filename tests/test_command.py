@@ -321,6 +321,7 @@ class Process:
 
     def __init__(self, argv, folder):
         self.lines = []
+        self.logged = threading.Condition()
         self.listening = threading.Event()
         self.url = None
         environ = os.environ | {"PYTHONDEVMODE": "1"}
@@ -343,7 +344,9 @@ class Process:
 
     def read(self):
         for line in self.process.stdout:
-            self.lines.append(line)
+            with self.logged:
+                self.lines.append(line)
+                self.logged.notify_all()
             if found := re.search(r"server\.listening url=(\S+)", line):
                 self.url = found[1]
                 self.listening.set()
@@ -352,6 +355,16 @@ class Process:
     @property
     def log(self):
         return "".join(self.lines)
+
+    def wait_log(self, pattern, before=0):
+        """Wait until a line after the first `before` matches. Return those lines."""
+
+        def found():
+            return re.search(pattern, "".join(self.lines[before:]))
+
+        with self.logged:
+            assert self.logged.wait_for(found, START_SECONDS), self.log
+            return "".join(self.lines[before:])
 
     def stop(self, number):
         """Send a signal. Return the exit code."""
@@ -362,8 +375,11 @@ class Process:
         self.reader.join()
         return code
 
-    def get(self, path, **headers):
-        request = urllib.request.Request(self.url + path, headers=headers)
+    def post(self, path, body, **headers):
+        return self.get(path, json.dumps(body).encode(), **{"Content-Type": "application/json"}, **headers)
+
+    def get(self, path, data=None, **headers):
+        request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=STOP_SECONDS) as answer:
             return answer.read()
 

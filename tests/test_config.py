@@ -585,7 +585,7 @@ def test_secrets_come_from_files_only():
     flags = vars(arguments())
 
     assert {flag for flag in flags if re.search("key|token|secret|password", flag)} == {
-        *("openai_key_file", "hermes_key_file", "access_token_file")
+        *("openai_key_file", "hermes_key_file", "access_token_file", "tls_key")
     }
 
 

@@ -471,7 +471,7 @@ def test_every_route_says_whether_it_needs_the_token(house, method, path, _, nee
 
 
 def test_only_health_and_the_page_are_open():
-    assert [path for _, path, _, needs_token in ROUTES if not needs_token] == ["/healthz"]
+    assert [path for _, path, _, needs_token in ROUTES if not needs_token] == ["/healthz", "/pair"]
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/runs/abc", "/runs/abc/nothing", "/delegate/", "/config/x"])
