@@ -2770,7 +2770,8 @@ def check_caps(app: App, call: str) -> None:
         again = time.strftime("%A at %H:%M", time.localtime(day_around(app.wall())[1]))
         raise TooMany(
             f"Calls have taken {most - by_day / 60:.0f} of the {most} minutes a day. You can call again on"
-            f" {again}. To call sooner, raise 'day_minutes' in the config file and reload or restart hermes-voice.",
+            f" {again}. To call sooner, raise 'day_minutes' in the config file and reload or restart"
+            " hermes-voice.",
             code="day_cap",
         )
     if by_call < SHORTEST_CALL:
