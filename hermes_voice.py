@@ -65,7 +65,7 @@ import urllib.parse
 import urllib.request
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -234,6 +234,7 @@ DEFAULT_HERMES_URL = "http://127.0.0.1:8642"
 DEFAULT_OPENAI_URL = "https://api.openai.com/v1"
 
 MODELS = ("gpt-live-1", "gpt-live-1.1")
+STANDBY_MODELS = MODELS[1:]  # those that can pause by themselves and wake when somebody speaks
 
 # The vendor's built-in voices. The list grows, so an unknown name is only warned about.
 VOICES = tuple(
@@ -252,6 +253,21 @@ STOP_PHRASES = tuple(
     "|stopp|halt|abbrechen|brich ab".split("|")
 )
 
+# What ends the call, goes on with an answer that was cut off, and says the last one again.
+HANG_UP_PHRASES = tuple(
+    "hang up|hang up now|end the call|goodbye hermes|bye hermes"
+    "|auflegen|leg auf|beende den anruf|tschüss hermes".split("|")
+)
+GO_ON_PHRASES = tuple("go on|continue|carry on|keep going|weiter|mach weiter|sprich weiter".split("|"))
+REPEAT_PHRASES = tuple(
+    "say that again|say it again|repeat that|what did you say"
+    "|sag das noch einmal|sag das nochmal|wiederhole das|was hast du gesagt".split("|")
+)
+
+# How much is told aloud of work that goes on, and what becomes of the call meanwhile.
+PROGRESS = ("off", "quiet", "normal", "chatty")
+LONG_RUN = ("stay", "hang_up")
+
 SECRET_LIMIT = 4096  # bytes; no key or token is longer
 SECRET_SHORTEST = 16  # characters; Hermes asks the same of its key
 
@@ -259,6 +275,7 @@ SECRET_SHORTEST = 16  # characters; Hermes asks the same of its key
 INSTRUCTIONS_LIMIT = 8000  # characters
 GLOSSARY_LIMIT = 100  # terms
 TERM_LIMIT = 80  # characters
+GREETING_LIMIT = 300  # characters; below the vendor's 500 tokens for one append in any script
 
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -281,11 +298,25 @@ class Config:
     language: str = ""
     instructions: str = ""
     glossary: tuple[Term, ...] = ()
+    greeting: str = ""
+    progress: str = "normal"
     idle_seconds: int = 300
+    standby_seconds: int = 60
+    on_long_run: str = LONG_RUN[0]
+    long_run_seconds: int = 300
+    call_minutes: int = 120
+    day_minutes: int = 240
+    price_per_minute: float = 0.05
+    standby_price_per_minute: float = 0.02
+    currency: str = "$"
     approval_seconds: int = 0
     history_days: int = 90
     on_new_request: str = POLICIES[0]
     stop_phrases: tuple[str, ...] = STOP_PHRASES
+    hang_up_phrases: tuple[str, ...] = HANG_UP_PHRASES
+    go_on_phrases: tuple[str, ...] = GO_ON_PHRASES
+    repeat_phrases: tuple[str, ...] = REPEAT_PHRASES
+    voice_approvals: bool = True
     yes_phrases: tuple[str, ...] = ()
     no_phrases: tuple[str, ...] = ()
     public_hosts: tuple[str, ...] = ()
@@ -368,6 +399,19 @@ def _seconds(value: object, least: int, most: int) -> int:
     return value
 
 
+def _price(value: object) -> float:
+    # Of a comparison with NaN nothing is true.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1000:
+        raise ValueError("must be a number from 0 to 1000")
+    return value
+
+
+def _switch(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
 def _model(value: object, warnings: list[str]) -> str:
     model = _text(value, 100)
     if not model:
@@ -441,11 +485,25 @@ CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
     "language": lambda value, _: _text(value, 100),
     "instructions": lambda value, _: _text(value, INSTRUCTIONS_LIMIT),
     "glossary": _glossary,
+    "greeting": lambda value, _: _text(value, GREETING_LIMIT),
+    "progress": lambda value, _: _one_of(value, PROGRESS),
     "idle_seconds": lambda value, _: _seconds(value, 30, 7200),
+    "standby_seconds": lambda value, _: _seconds(value, 0, 7200),
+    "on_long_run": lambda value, _: _one_of(value, LONG_RUN),
+    "long_run_seconds": lambda value, _: _seconds(value, 30, 7200),
+    "call_minutes": lambda value, _: _seconds(value, 0, 1440),
+    "day_minutes": lambda value, _: _seconds(value, 0, 1440),
+    "price_per_minute": lambda value, _: _price(value),
+    "standby_price_per_minute": lambda value, _: _price(value),
+    "currency": lambda value, _: _text(value, 10),
     "approval_seconds": lambda value, _: _seconds(value, 0, 86400),
     "history_days": lambda value, _: _seconds(value, 1, 36500),
     "on_new_request": lambda value, _: _one_of(value, POLICIES),
     "stop_phrases": lambda value, _: _phrases(value),
+    "hang_up_phrases": lambda value, _: _phrases(value),
+    "go_on_phrases": lambda value, _: _phrases(value),
+    "repeat_phrases": lambda value, _: _phrases(value),
+    "voice_approvals": lambda value, _: _switch(value),
     "yes_phrases": lambda value, _: _phrases(value),
     "no_phrases": lambda value, _: _phrases(value),
     "public_hosts": _hosts,
@@ -714,7 +772,7 @@ def glossary_lines(glossary: Iterable[Term]) -> str:
 # 5. A run has exactly one final update, whatever happens to the connection.
 #
 # In this order: what was said and what is answered; spoken approvals; Hermes's events;
-# the run book.
+# the run book; the meter; pairing.
 
 # What is said
 
@@ -1671,6 +1729,53 @@ class RunBook:
             del self._runs[run_id]
 
 
+# The meter
+
+BILLED_LEAST = 15  # seconds; the vendor takes them with the opening
+# A browser gives a page in the background a turn once a minute.
+UNHEARD_SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Session:
+    """One Live session on the meter. Times are the wall clock's, in seconds."""
+
+    id: str
+    call: str  # that it is a part of; a call that is renewed has several
+    conversation: str
+    opened: float
+    heard: float  # when it was last known to be open
+    ended: bool = False
+    billed: float | None = None  # seconds, by the vendor's own account
+
+    def at(self, now: float) -> Session:
+        """The session, known to be open now. What it has used stays used when the clock is set."""
+        since = min(max(now - self.heard, 0), UNHEARD_SECONDS)
+        return replace(self, opened=now - since - (self.heard - self.opened), heard=now)
+
+    def seconds(self, after: float = -math.inf, before: float = math.inf) -> float:
+        """How many of its seconds lie between two times."""
+        end = max(self.heard, self.opened + BILLED_LEAST) if self.ended else self.heard
+        return max(0.0, min(end, before) - max(self.opened, after))
+
+
+def call_left(sessions: Iterable[Session], call: str, cap: float) -> float:
+    """How many seconds a call may go on by its own cap; 0 is no cap."""
+    return cap - sum(session.seconds() for session in sessions if session.call == call) if cap else math.inf
+
+
+def day_left(sessions: Iterable[Session], day: tuple[float, float], now: float, cap: float) -> float:
+    """How many seconds a call may go on by the cap of its day, and of the next one, which starts anew."""
+    left = cap - sum(session.seconds(*day) for session in sessions) if cap else math.inf
+    return left if left < day[1] - now else day[1] - now + (cap or math.inf)
+
+
+def next_hang_up(now: float, left: float) -> tuple[float, str]:
+    """When to hang a session up whose page is not heard of again, and what is logged as the reason."""
+    reason = "session.capped" if left <= UNHEARD_SECONDS else "session.unheard"
+    return now + min(left, UNHEARD_SECONDS), reason
+
+
 # Pairing
 #
 # A pairing code is worth the access token, once. It is the time it was made at and a MAC
@@ -1721,8 +1826,9 @@ def pair_time(access: str, code: str, now: float, after: float) -> float:
 # A disk that fails later on is warned about and does not take a call down.
 
 JOURNAL_FILE = "journal.sqlite3"
-SCHEMA_VERSION = 1
-SCHEMA = """
+# Each version is the one before and this.
+SCHEMAS = (
+    """
 create table runs (
     id text primary key, conversation text not null, created real not null,
     ended integer not null, delivered text not null, data text not null
@@ -1743,13 +1849,22 @@ create table approvals (
     run text not null, request text not null, command text not null, answer text not null,
     by text not null, at real not null
 );
-"""
+""",
+    """
+create table sessions (
+    id text primary key, call text not null, conversation text not null,
+    opened real not null, heard real not null, ended integer not null, billed real
+);
+create index sessions_by_time on sessions (heard);
+""",
+)
+SCHEMA_VERSION = len(SCHEMAS)
 
 # The conversation, and twice the time.
 TOUCH = "insert into conversations values (?, ?) on conflict do update set updated = max(updated, ?)"
 
 # Over all conversations; the oldest go first.
-ROWS_KEPT = {"runs": 10_000, "lines": 100_000, "approvals": 10_000}
+ROWS_KEPT = {"runs": 10_000, "lines": 100_000, "approvals": 10_000, "sessions": 10_000}
 
 CONVERSATIONS_LISTED = 100
 RUNS_LISTED = 50  # of one conversation, the newest
@@ -1789,8 +1904,10 @@ class Journal:
         self._prepare()
 
     def _prepare(self) -> None:
-        if sound_version(self._database) == 0:
-            self._database.executescript(f"begin; {SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
+        version = sound_version(self._database)
+        if version < SCHEMA_VERSION:
+            steps = "".join(SCHEMAS[version:])
+            self._database.executescript(f"begin; {steps} pragma user_version = {SCHEMA_VERSION}; commit;")
 
     def _read(self, query: str, *values: object) -> list[Any]:
         """Run one query. Nothing is found if the disk failed."""
@@ -1872,6 +1989,16 @@ class Journal:
         row = (run.id, question.request_id, question.command, answer, by, at)
         self._write(("insert into approvals values (?, ?, ?, ?, ?, ?)", *row))
 
+    def save_session(self, session: Session) -> None:
+        """Write down what is known of a session."""
+        row = [getattr(session, item.name) for item in fields(Session)]
+        self._write(("insert or replace into sessions values (?, ?, ?, ?, ?, ?, ?)", *row))
+
+    def sessions(self, after: float, name: str = "") -> list[Session]:
+        """The sessions heard of after a time, open ones, and those with this id or of this call, by age."""
+        query = "select * from sessions where heard > ? or not ended or ? in (id, call) order by opened"
+        return [Session(*row) for row in self._read(query, after, name)]
+
     def add_lines(self, conversation: str, lines: Sequence[Json], at: float) -> None:
         """Append lines; one whose key came before is replaced in its place."""
         query = "insert into lines values (?, ?, ?, ?, ?) on conflict do update set text = excluded.text"
@@ -1904,6 +2031,8 @@ class Journal:
             f"delete from {table} where conversation = ?" for table in ("runs", "delegations", "lines")
         ]
         deletions += ["delete from conversations where id = ?"]
+        # The time it took stays on the meter.
+        deletions += ["update sessions set conversation = '' where conversation = ?"]
         self._write(*((deletion, conversation) for deletion in deletions))
 
     def forget_before(self, at: float, most: Mapping[str, int] = ROWS_KEPT) -> None:
@@ -1921,6 +2050,7 @@ class Journal:
             "runs": ("created", "ended and "),
             "lines": ("at", ""),
             "approvals": ("at", ""),
+            "sessions": ("opened", "ended and "),
         }.items():
             old = f"select rowid from {table} order by {order} desc limit -1 offset ?"
             self._write((f"delete from {table} where {extra}rowid in ({old})", most[table]))
@@ -1963,8 +2093,10 @@ DETAIL_CHARS = 300  # of an answer that is no success, for the log
 QUOTE_CHARS = 12  # in a row that stand in the request: a quote of what was said, or of the SDP
 READ_SIZE = 1 << 16  # bytes; larger reads map and unmap memory each time
 
+CLOSE_SECONDS = 5  # for a session to say that it closed; the page's own close waits as long
+
 # A broken body raises HTTPException, which is neither OSError nor ValueError.
-BROKEN = (OSError, ValueError, http.client.HTTPException)
+BROKEN = (OSError, ValueError, IndexError, http.client.HTTPException)
 
 
 @dataclass(frozen=True)
@@ -2219,11 +2351,34 @@ class OpenAI(Upstream):
             raise self.garbled(answer.text)
         raise self._why(answer, model)
 
-    def hang_up(self, session_id: str) -> None:
-        """End a session from here."""
-        answer = self.call("POST", f"/live/sessions/{urllib.parse.quote(session_id, safe='')}/hangup", {})
-        if answer.status >= 300 and answer.status != 404:
+    def hang_up(self, session_id: str) -> bool:
+        """End a session from here. False if it was over already."""
+        path = f"/live/sessions/{urllib.parse.quote(session_id, safe='')}"
+        answer = self.call("POST", f"{path}/hangup", {})
+        # The vendor documents the hang-up for telephone calls; who is attached may close any session.
+        if answer.status >= 300 and answer.status != 404 and not self._close_attached(f"{path}/attach"):
             raise _refused(answer, "openai_hangup", "OpenAI did not confirm the hang-up.")
+        return answer.status != 404
+
+    def _close_attached(self, path: str) -> bool:
+        """Attach to a session by WebSocket and close it. False if it does not say that it closed."""
+        key = base64.b64encode(secrets.token_bytes(16)).decode()
+        headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+        headers |= {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": key}
+        sock, connection, response = self.send(
+            "GET", path, None, headers, min(CLOSE_SECONDS, self.read_seconds)
+        )
+        try:
+            if response.status != 101:
+                return False
+            sock.sendall(_websocket_frame(b'{"type":"session.close","event_id":"close_1"}'))
+            events = map(json.loads, _websocket_messages(response.fp, time.monotonic() + CLOSE_SECONDS))
+            return any(event.get("type") == "session.closed" for event in events if isinstance(event, dict))
+        except BROKEN:
+            return False
+        finally:
+            response.close()
+            connection.close()
 
     def _why(self, answer: Answer, model: str) -> Refused:
         known = OPENAI_REFUSALS.get(str(answer.error.get("code")))
@@ -2235,6 +2390,31 @@ class OpenAI(Upstream):
         )
         wait = f"{answer.retry_after:.0f} seconds" if answer.retry_after else "a minute"
         return _refused(answer, code, message.format(model=model, wait=wait))
+
+
+def _websocket_frame(text: bytes) -> bytes:
+    """A client's text frame of RFC 6455, for at most 125 bytes."""
+    mask = secrets.token_bytes(4)
+    masked = bytes(byte ^ mask[at % 4] for at, byte in enumerate(text))
+    return bytes([0x81, 0x80 | len(text)]) + mask + masked
+
+
+def _websocket_messages(stream: io.BufferedReader, until: float) -> Iterator[bytes]:
+    """What a server's frames say, whole, until it closes or the time is over. Pings go unanswered."""
+    message = b""
+    while time.monotonic() < until:
+        head = stream.read(2)
+        kind, length = head[0] & 0x0F, head[1] & 0x7F
+        if length > 125:
+            length = int.from_bytes(stream.read(2 if length == 126 else 8))
+        if kind == 8 or len(message) + length > ANSWER_LIMIT:
+            return
+        payload = stream.read(length)
+        if kind < 8:
+            message += payload
+            if head[0] & 0x80:
+                yield message
+                message = b""
 
 
 # Hermes
@@ -2367,11 +2547,20 @@ class EventStream:
 #
 # Threads: `app.changed` is the only lock. It is held for looking at the run book and
 # changing it, never across a call outwards. One worker thread and one reader thread per
-# unended run; pages follow the sidecar's own copy of the updates.
+# unended run, and one that watches the live session's time; pages follow the sidecar's own
+# copy of the updates.
 
 STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
+SHORTEST_CALL = 60  # seconds; with less left none is opened
 SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
 HEARD_LIMIT = 2000  # characters
+
+# The config's keys that `GET /config` carries as they are.
+PAGE_KEYS = (
+    "language greeting progress idle_seconds standby_seconds on_long_run long_run_seconds call_minutes"
+    " day_minutes price_per_minute standby_price_per_minute currency stop_phrases hang_up_phrases"
+    " go_on_phrases repeat_phrases voice_approvals"
+).split()
 
 
 @dataclass(frozen=True)
@@ -2430,6 +2619,7 @@ class App:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_id: Callable[[], str] = lambda: secrets.token_hex(8),
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
         self.access = access
@@ -2438,6 +2628,7 @@ class App:
         self.journal = journal or Journal(None)
         self.clock = clock
         self.new_id = new_id
+        self.wall = wall
         self.waits = Waits()
         self.changed = threading.Condition()
         self.book = RunBook()
@@ -2446,6 +2637,7 @@ class App:
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
         self.live_session = ""
+        self.deadline = (math.inf, "")  # when to hang it up, by `clock`, and why
         self.pair_after = time.time()  # codes made until then are refused
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
@@ -2506,24 +2698,33 @@ def post_session(app: App, request: Request) -> Reply:
     sdp = text_of(request.body, "sdp", SDP_LIMIT)
     if not sdp.startswith("v=0") or "m=audio" not in sdp:
         raise BadRequest("'sdp' must be an offer with an audio track.")
-    given = request.body.get("conversation")
+    conversation, call = (
+        id_of(request.body, key) if request.body.get(key) is not None else ""
+        for key in ("conversation", "call")
+    )
     # What was said on every page and device, where there is more than this page's own.
-    stored = app.journal.lines_of(id_of(request.body, "conversation")) if given is not None else []
+    stored = app.journal.lines_of(conversation) if conversation else []
     session = session_settings(app.config, request.body, stored)
     with app.changed:
+        check_caps(app, call)
         number = next_start(app)
     session_id, answer = openai.open_session(session, sdp)
     with app.changed:
         late = number != app.start_number or request.gone()
         ended = session_id if late else app.live_session
+        now = app.wall()
+        app.journal.save_session(Session(session_id, call or session_id, conversation, now, now))
         if not late:
             app.live_session = session_id
+            left = let_go_on(app, call or session_id)
     log_event("session.opened", session=session_id, voice=session["audio"]["output"]["voice"])
     if ended:
         in_background(hang_up, app, ended)
     if late:
         raise Conflict("Another start of the call took over.", code="superseded")
-    return Reply({"session_id": session_id, "sdp": answer}, lost=lambda: hang_up(app, session_id))
+    in_background(watch, app, session_id)
+    body = {"session_id": session_id, "sdp": answer, "seconds_left": left}
+    return Reply(body, lost=lambda: hang_up(app, session_id))
 
 
 def voice_service(app: App) -> OpenAI:
@@ -2553,7 +2754,9 @@ def session_settings(config: Config, body: Json, stored: Sequence[Json] = ()) ->
     if voice != config.voice and voice not in VOICES:
         raise BadRequest("'voice' must be one of the voices that /config lists.")
     history = stored or (lines_of(body, "history") if body.get("history") else [])
+    pause = {"idle_timeout_s": config.standby_seconds, "wake_policy": {"type": "speech"}}
     return {
+        **(pause if has_standby(config) else {}),
         "model": config.model,
         "instructions": persona(config),
         "audio": {"output": {"voice": voice}},
@@ -2568,11 +2771,16 @@ def session_settings(config: Config, body: Json, stored: Sequence[Json] = ()) ->
     }
 
 
+def has_standby(config: Config) -> bool:
+    """Whether sessions pause by themselves when nobody speaks, and wake when somebody does."""
+    return config.standby_seconds > 0 and config.model in STANDBY_MODELS
+
+
 def post_session_close(app: App, request: Request) -> Reply:
-    """Hang a session up from here: its page is gone, or its start was abandoned."""
-    session_id = text_of(request.body, "session_id", 200)
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", session_id):
-        raise BadRequest("'session_id' is not a session's id.")
+    """Hang a session up from here: it is over, its page is gone, or its start was abandoned."""
+    session_id, billed = metered(request.body)
+    with app.changed:
+        note_session(app, session_id, billed=billed)
     hang_up(app, session_id)
     return Reply({"closed": True})
 
@@ -2582,11 +2790,109 @@ def hang_up(app: App, session_id: str) -> None:
     with app.changed:
         if app.live_session == session_id:
             app.live_session = ""
+    was_open = True
     try:
-        voice_service(app).hang_up(session_id)
+        was_open = voice_service(app).hang_up(session_id)
         log_event("session.closed", session=session_id)
     except UpstreamError as error:
         log_event("session.unclosed", logging.WARNING, session=session_id, detail=error.detail)
+    with app.changed:
+        note_session(app, session_id, was_open, ended=True)
+        app.changed.notify_all()
+
+
+def post_session_meter(app: App, request: Request) -> Reply:
+    """Note that the live session's page is there, and say how long the session may go on."""
+    session_id, billed = metered(request.body)
+    with app.changed:
+        if session_id != app.live_session:
+            raise Conflict("This call was ended, or another one took over.", code="not_live")
+        note_session(app, session_id, billed=billed)
+        call = next((each.call for each in app.journal.sessions(math.inf, session_id)), session_id)
+        return Reply({"seconds_left": let_go_on(app, call)})
+
+
+def metered(body: Json) -> tuple[str, float | None]:
+    """A session's id, and its seconds by the vendor's account, where the page knows them."""
+    session_id, seconds = text_of(body, "session_id", 200), body.get("seconds")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", session_id):
+        raise BadRequest("'session_id' is not a session's id.")
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= 86400
+    if seconds is not None and not number:
+        raise BadRequest("'seconds' must be a number from 0 to 86400.")
+    return session_id, seconds
+
+
+def note_session(
+    app: App, session_id: str, is_open: bool = True, ended: bool = False, billed: float | None = None
+) -> None:
+    """Settle a session up to this moment, or as it was last heard of. The caller holds the lock."""
+    for session in app.journal.sessions(math.inf, session_id):
+        if session.id == session_id:
+            known = session.at(app.wall()) if is_open and not session.ended else session
+            billed = session.billed if billed is None else billed
+            app.journal.save_session(replace(known, ended=session.ended or ended, billed=billed))
+
+
+def day_around(now: float) -> tuple[float, float]:
+    """When the server's local day begins and ends; it can have 23 or 25 hours."""
+    year, month, day, *_ = time.localtime(now)
+    begin, end = (time.mktime((year, month, day + days, 0, 0, 0, 0, 0, -1)) for days in (0, 1))
+    return begin, end
+
+
+def time_left(app: App, call: str) -> tuple[float, float]:
+    """The seconds that a call has left by its own cap and by the day's. The caller holds the lock."""
+    now, config = app.wall(), app.config
+    day = day_around(now)
+    found = app.journal.sessions(day[0] - BILLED_LEAST, call)
+    sessions = [session if session.ended else session.at(now) for session in found]
+    by_call = call_left(sessions, call, 60 * config.call_minutes)
+    return by_call, day_left(sessions, day, now, 60 * config.day_minutes)
+
+
+def check_caps(app: App, call: str) -> None:
+    """Raise TooMany when there is too little time left for a session. The caller holds the lock."""
+    by_call, by_day = time_left(app, call)
+    if by_day < SHORTEST_CALL:
+        most = app.config.day_minutes
+        again = time.strftime("%A at %H:%M", time.localtime(day_around(app.wall())[1]))
+        raise TooMany(
+            f"Calls have taken {most - by_day / 60:.0f} of the {most} minutes a day. You can call again on"
+            f" {again}. To call sooner, raise 'day_minutes' in the config file and reload or restart"
+            " hermes-voice.",
+            code="day_cap",
+        )
+    if by_call < SHORTEST_CALL:
+        raise TooMany(
+            f"This call has used its {app.config.call_minutes} minutes. Start a new one, or raise"
+            " 'call_minutes' in the config file and reload or restart hermes-voice.",
+            code="call_cap",
+        )
+
+
+def let_go_on(app: App, call: str) -> int | None:
+    """Set when the live session is hung up, and return its seconds left. The caller holds the lock."""
+    left = max(0, min(time_left(app, call)))
+    app.deadline = next_hang_up(app.clock(), left)
+    app.changed.notify_all()
+    return None if left == math.inf else round(left)
+
+
+def watch(app: App, session_id: str) -> None:
+    """Hang a session up when its time is over, as long as it is the live one."""
+
+    def is_over() -> bool:
+        return app.closing or app.live_session != session_id
+
+    with app.changed:
+        while not is_over() and app.clock() < app.deadline[0]:
+            app.changed.wait(app.deadline[0] - app.clock())
+        if is_over():
+            return
+        reason = app.deadline[1]
+    log_event(reason, logging.WARNING, session=session_id)
+    hang_up(app, session_id)
 
 
 def in_background(function: Callable[..., None], *args: object) -> None:
@@ -2969,6 +3275,20 @@ def resume_runs(app: App) -> None:
         in_background(work, app, run)
 
 
+def resume_session(app: App) -> None:
+    """Take up the session that an earlier process left open, and hang up those it was about to."""
+    with app.changed:
+        left_open = [session for session in app.journal.sessions(math.inf) if not session.ended]
+        if left_open:
+            live = left_open.pop()
+            app.live_session = live.id
+            let_go_on(app, live.call)
+            in_background(watch, app, live.id)
+            log_event("session.resumed", session=live.id)
+    for session in left_open:
+        in_background(hang_up, app, session.id)
+
+
 def forget_daily(app: App) -> None:
     """Let go of what is too old, once a day for as long as the server runs."""
     while not app.closing:
@@ -3064,6 +3384,8 @@ def post_approve(app: App, request: Request) -> Reply:
         raise BadRequest("Give either 'choice' or 'heard'.")
     heard = text_of(body, "heard", HEARD_LIMIT) if "heard" in body else None
     config = app.config
+    if heard is not None and not config.voice_approvals:
+        raise Conflict("Permission is given by click here: use the buttons on the screen.", code="click_only")
     choice = body["choice"] if heard is None else read_answer(heard, config.yes_phrases, config.no_phrases)
     if heard is not None and choice is None:
         log_event("approval.unclear", run=run_id)
@@ -3127,11 +3449,10 @@ def get_config(app: App, request: Request) -> Reply:
             "model": config.model,
             "voice": voice,
             "voices": sorted({*VOICES, voice}),
-            "language": config.language,
             "glossary": [term.term for term in config.glossary],
-            "idle_seconds": config.idle_seconds,
-            "stop_phrases": list(config.stop_phrases),
             "demo": app.openai is None,
+            "standby": has_standby(config),
+            **{key: getattr(config, key) for key in PAGE_KEYS},
         }
     )
 
@@ -3242,6 +3563,7 @@ ROUTES: list[tuple[str, str, Handling, bool]] = [
     ("POST", "/pair", post_pair, OPEN),
     ("GET", "/config", get_config, TOKEN),
     ("POST", "/session", post_session, TOKEN),
+    ("POST", "/session/meter", post_session_meter, TOKEN),
     ("POST", "/session/close", post_session_close, TOKEN),
     ("POST", "/delegate", post_delegate, TOKEN),
     ("GET", "/runs", get_runs, TOKEN),
@@ -4979,6 +5301,7 @@ def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str
     host, port = str(server.server_address[0]), server.server_address[1]
     named = f"[{host}]" if ":" in host else host
     resume_runs(app)
+    resume_session(app)
     in_background(forget_daily, app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

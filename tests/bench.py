@@ -18,7 +18,9 @@ QUEUE = Config(on_new_request="queue")
 class Bench:
     """An App between its upstreams."""
 
-    def __init__(self, stack, idempotent=True, hermes=None, config=None, clock=None, journal=None, **waits):
+    def __init__(
+        self, stack, idempotent=True, hermes=None, config=None, clock=None, journal=None, wall=None, **waits
+    ):
         self.hermes = hermes or stack.enter_context(WorkingHermes(idempotent))
         self.openai = stack.enter_context(ScriptedHermes())
         self.app = App(
@@ -28,6 +30,7 @@ class Bench:
             Hermes(self.hermes.url, self.hermes.key),
             journal,
             **({"clock": clock} if clock else {}),
+            **({"wall": wall} if wall else {}),
         )
         self.app.waits = Waits(**{"first": SOON, "slowest": SOON, "start": (SOON,) * 4} | waits)
         self.conversations = set()
@@ -64,6 +67,18 @@ class Bench:
     def start_call(self, gone=lambda: False, **body):
         body = {"sdp": "v=0\r\nm=audio 9\r\n", **body}
         return hermes_voice.post_session(self.app, Request(body=body, gone=gone))
+
+    def meter(self, session_id, **body):
+        """What the page of a session is told about its time."""
+        request = Request(body={"session_id": session_id, **body})
+        return hermes_voice.post_session_meter(self.app, request).body["seconds_left"]
+
+    def close_call(self, session_id, **body):
+        return hermes_voice.post_session_close(self.app, Request(body={"session_id": session_id, **body}))
+
+    def session(self, session_id):
+        """What the journal knows of a session."""
+        return next(each for each in self.app.journal.sessions(-1) if each.id == session_id)
 
 
 class Follower:

@@ -1021,7 +1021,7 @@ class LiveService:
         self.followed = []  # requests of clients that obeyed a redirect
         self.violations, self.tolerated = [], []
         self._announced = []
-        self._failures = {"create": [], "hangup": [], "models": []}
+        self._failures = {"create": [], "hangup": [], "attach": [], "models": []}
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -1040,7 +1040,7 @@ class LiveService:
     # What a test sees and does.
 
     def fail_next(self, name, on="create"):
-        """Answer the next request to create, hangup or models with this failure."""
+        """Answer the next request to create, hangup, attach or models with this failure."""
         assert name in FAILURES or name in MISHAPS, name
         self._failures[on].append(name)
 
@@ -1133,6 +1133,7 @@ class LiveService:
         app = web.Application(middlewares=[self._guard])
         app.router.add_post("/v1/live/sessions", self._create)
         app.router.add_post("/v1/live/sessions/{id}/hangup", self._hangup)
+        app.router.add_get("/v1/live/sessions/{id}/attach", self._attach)
         app.router.add_get("/v1/models/{model}", self._model)
         app.router.add_route("*", "/v1/elsewhere", self._elsewhere)
         self._stopping = asyncio.Event()
@@ -1234,6 +1235,33 @@ class LiveService:
             return refused(unknown)
         session._spawn(session._finish("close_requested"))
         return web.Response()
+
+    async def _attach(self, request):
+        """A server's own connection to a session: it sees what goes on and may close it."""
+        if response := await self._mishap(request, "attach"):
+            return response
+        id = request.match_info["id"]
+        session = next((each for each in self.sessions if each.id == id), None)
+        if session is None or session.state == "closed":
+            raise Refusal(f"No session '{id}'.", "session_not_found", status=404)
+        channel = web.WebSocketResponse()
+        await channel.prepare(request)
+        await channel.send_json({"type": "session.started", "session": session._resource()})
+        await channel.ping()
+        # The audio of both sides goes by as well, in frames of every length.
+        for size in (10, 1000, 100_000):
+            await channel.send_json({"type": "session.output_audio.delta", "delta": "A" * size})
+        event = await channel.receive_json()
+        try:
+            check_event(event)
+        except Refusal as refusal:
+            self.violation(f"attached: {refusal.message}")
+        if event.get("type") == "session.close":
+            await session._finish("close_requested")
+            final = {"session": session._resource(), "usage": session._usage()}
+            await channel.send_json({"type": "session.closed", "reason": session.closed_reason, **final})
+        await channel.close()
+        return channel
 
     async def _model(self, request):
         if response := await self._mishap(request, "models"):

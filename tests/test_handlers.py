@@ -1098,6 +1098,19 @@ def test_a_question_is_answered_by_a_choice(bench, heard, choice, request_id, bo
     assert len(page.of("approval_closed")) == 1
 
 
+@pytest.mark.parametrize("said", ["Yes, please.", "No.", "Perhaps."])
+def test_where_permission_is_given_by_click_only_a_word_counts_for_nothing(bench, said):
+    b = bench(config=Config(voice_approvals=False))
+    page, run, _ = asked(b)
+
+    with pytest.raises(Conflict, match="buttons") as caught:
+        b.approve(run_id=page.run_id, heard=said)
+    assert (caught.value.code, run.answers) == ("click_only", [])
+
+    b.approve(run_id=page.run_id, choice="once")
+    assert [answer["choice"] for answer in run.answers] == ["once"]
+
+
 @pytest.mark.parametrize(
     ("said", "choice"),
     [("Yes, please.", "once"), ("No.", "deny"), ("Ja, mach das!", "once"), ("Nein, lass das.", "deny")],
@@ -1410,11 +1423,12 @@ def test_a_call_is_opened_with_the_settings(bench):
 
     answer = b.start_call(sdp=sdp)
 
-    assert answer.body == {"session_id": "live_1", "sdp": "v=0 of live_1"}
+    assert answer.body == {"session_id": "live_1", "sdp": "v=0 of live_1", "seconds_left": 7200}
     body = b.openai.seen[0].body
     assert body["transport"] == {"type": "webrtc", "sdp": sdp}
     session = body["session"]
-    assert set(session) == {"model", "instructions", "audio", "delegation", "input", "client"}
+    pause = {"idle_timeout_s", "wake_policy"}
+    assert set(session) == {"model", "instructions", "audio", "delegation", "input", "client", *pause}
     assert session["model"] == "gpt-live-1.1"
     assert session["audio"] == {"output": {"voice": "cedar"}}
     assert session["delegation"] == {"type": "client"}
@@ -1497,6 +1511,38 @@ def test_a_call_knows_what_was_said_before(bench):
         ("user", [{"type": "input_text", "text": "Find my keys."}]),
         ("assistant", [{"type": "output_text", "text": "In the hall."}]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "seconds", "asked"),
+    [
+        ("gpt-live-1.1", 60, {"idle_timeout_s": 60, "wake_policy": {"type": "speech"}}),
+        ("gpt-live-1.1", 0, {}),
+        ("gpt-live-1", 60, {}),
+        ("gpt-live-9", 60, {}),
+    ],
+)
+def test_a_session_pauses_by_itself_where_its_model_can(bench, model, seconds, asked):
+    b = bench(config=Config(model=model, standby_seconds=seconds))
+    b.openai.add(*SESSIONS, opened("live_1"))
+
+    b.start_call()
+
+    session = b.openai.seen[0].body["session"]
+    assert {key: session[key] for key in ("idle_timeout_s", "wake_policy") if key in session} == asked
+    assert hermes_voice.get_config(b.app, Request()).body["standby"] == bool(asked)
+
+
+def test_the_page_is_told_the_settings_it_needs(bench):
+    b = bench(config=Config(greeting="Hello.", currency="€", voice_approvals=False, hang_up_phrases=("bye",)))
+
+    told = hermes_voice.get_config(b.app, Request()).body
+
+    assert told["greeting"] == "Hello."
+    assert told["currency"] == "€"
+    assert told["voice_approvals"] is False
+    assert list(told["hang_up_phrases"]) == ["bye"]
+    assert {"progress", "call_minutes", "day_minutes", "price_per_minute", "on_long_run"} <= set(told)
 
 
 def test_a_new_call_hangs_the_one_before_up(bench):

@@ -302,7 +302,7 @@ def test_every_route_is_in_the_readme(method, path):
 
 @pytest.mark.parametrize("key", CONFIG_CHECKS)
 def test_every_config_key_is_in_the_readme_with_its_default(key):
-    default = json.dumps(getattr(Config(), key))
+    default = json.dumps(getattr(Config(), key), ensure_ascii=False)
 
     (found,) = re.findall(rf"^\| `{key}` \| `(.*?)` \|", README, re.MULTILINE)
     assert found == default

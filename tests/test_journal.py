@@ -1,6 +1,8 @@
 """The journal: a real file, and what a new process makes of what an earlier one left in it."""
 
+import contextlib
 import os
+import sqlite3
 import stat
 import threading
 import time
@@ -107,6 +109,73 @@ def test_nobody_else_can_read_the_journal(tmp_path):
 def test_the_schema_has_a_version(tmp_path, journal):
     assert journal._read("pragma user_version") == [(SCHEMA_VERSION,)]
     assert reopened(tmp_path)._read("pragma user_version") == [(SCHEMA_VERSION,)]
+
+
+# The schema as version 1 had it.
+VERSION_1 = """
+create table runs (
+    id text primary key, conversation text not null, created real not null,
+    ended integer not null, delivered text not null, data text not null
+);
+create index runs_by_conversation on runs (conversation, created);
+create index runs_open on runs (created) where not ended;
+create table delegations (
+    conversation text not null, id text not null, run text not null, primary key (conversation, id)
+);
+create table lines (
+    conversation text not null, key text not null, speaker text not null, text text not null,
+    at real not null, primary key (conversation, key)
+);
+create index lines_by_time on lines (conversation, at);
+create table conversations (id text primary key, updated real not null);
+create index conversations_by_time on conversations (updated);
+create table approvals (
+    run text not null, request text not null, command text not null, answer text not null,
+    by text not null, at real not null
+);
+pragma user_version = 1;
+"""
+
+
+def schema(journal):
+    return sorted(journal._read("select name, sql from sqlite_master where sql is not null"))
+
+
+def test_a_journal_of_version_1_is_carried_over_whole(tmp_path):
+    path = tmp_path / JOURNAL_FILE
+    old = Journal(None)
+    fill(old, "c1", Maker().ended())
+    before = {table: old._read(f"select * from {table}") for table in rows(old)}
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.executescript(VERSION_1)
+        for table, found in before.items():
+            marks = ", ".join("?" * len(found[0]))
+            database.executemany(f"insert into {table} values ({marks})", found)
+        database.commit()
+
+    journal = Journal(tmp_path)
+
+    assert journal._read("pragma user_version") == [(2,)]
+    assert {table: journal._read(f"select * from {table}") for table in before} == before
+    assert all(before.values())
+    assert schema(journal) == schema(old)
+    journal.save_session(hermes_voice.Session("live_1", "call", "c1", 1.0, 2.0))
+    journal.close()
+    (session,) = reopened(tmp_path).sessions(0)
+    assert (session.id, session.ended, session.billed) == ("live_1", False, None)
+
+
+def test_a_journal_that_cannot_be_carried_over_stays_as_it_was(tmp_path):
+    path = tmp_path / JOURNAL_FILE
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.executescript(VERSION_1 + "create index sessions_by_time on lines (at);")
+
+    assert "already" in problem_of(tmp_path)
+
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("pragma user_version").fetchone() == (1,)
+        tables = database.execute("select name from sqlite_master where name = 'sessions'").fetchall()
+    assert tables == []
 
 
 def problem_of(folder):
@@ -476,6 +545,25 @@ def test_a_forgotten_conversation_leaves_nothing(journal):
     assert set(rows(journal).values()) == {0}
 
 
+def test_the_time_of_a_forgotten_conversation_stays_on_the_meter(journal):
+    used = hermes_voice.Session("live_1", "call", "c1", 1.0, 61.0, True, 60)
+    journal.save_session(used)
+
+    journal.forget("c1")
+
+    assert journal.sessions(0) == [hermes_voice.replace(used, conversation="")]
+
+
+def test_sessions_are_found_by_time_by_call_and_while_they_are_open(journal):
+    for number, (call, ended) in enumerate([("a", True), ("b", False), ("a", True), ("c", True)]):
+        journal.save_session(hermes_voice.Session(f"s{number}", call, "", number, number + 0.5, ended))
+
+    assert [session.id for session in journal.sessions(2.5)] == ["s1", "s3"]
+    assert [session.id for session in journal.sessions(9)] == ["s1"]
+    assert [session.id for session in journal.sessions(9, "a")] == ["s0", "s1", "s2"]
+    assert [session.id for session in journal.sessions(9, "s3")] == ["s1", "s3"]
+
+
 def test_old_conversations_are_forgotten_but_not_what_still_runs(journal):
     fill(journal, "old", Maker("old").ended())
     fill(journal, "works", Maker("works").running())
@@ -798,9 +886,11 @@ def test_the_oldest_rows_over_the_limits_are_forgotten_but_no_open_run(journal):
     journal.save(*ended)
     for number in range(5):
         journal.add_lines("c1", [{"key": f"k{number}", "speaker": "user", "text": str(number)}], number)
+        journal.save_session(hermes_voice.Session(f"s{number}", "call", "", number, number, ended=number > 0))
 
-    journal.forget_before(-1, {"runs": 2, "lines": 3, "approvals": 1})
+    journal.forget_before(-1, {"runs": 2, "lines": 3, "approvals": 1, "sessions": 1})
 
     assert [line["text"] for line in journal.lines_of("c1")] == ["2", "3", "4"]
+    assert [session.id for session in journal.sessions(-1)] == ["s0", "s4"]
     assert [run.id for run in journal.open_runs()] == [first.id]
     assert [journal.run(run.id) is not None for run in ended] == [False, False, False, True, True]

@@ -33,6 +33,8 @@ from openai.types import live
 from openai.types.live import connect_server_event, initial_item_param
 from pydantic import BaseModel
 
+from hermes_voice import OpenAI, UpstreamError
+
 MINIMAL = {"model": "gpt-live-1"}
 QUICK = {
     "start_delay": 0.02,
@@ -1102,6 +1104,47 @@ def test_hangup_closes_a_session_nobody_joined(service, offer):
     service.wait_for(lambda: service.open_sessions == [])
 
     assert service.session.closed_reason == "close_requested"
+
+
+def test_session_that_refuses_the_hangup_is_closed_by_who_attaches(service, caller, session):
+    service.fail_next("server_error", on="hangup")
+
+    assert OpenAI(service.url, service.key).hang_up(session.id) is True
+
+    assert session.state == "closed"
+    assert caller.wait("session.closed")["reason"] == "close_requested"
+    assert service.violations == []
+
+
+@pytest.mark.parametrize("how", ["server_error", "reset", "nonsense", "redirect", "hang"])
+def test_session_that_refuses_all_of_it_is_not_called_closed(service, offer, how):
+    post(service, create(offer))
+    service.fail_next("server_error", on="hangup")
+    service.fail_next(how, on="attach")
+    openai = OpenAI(service.url, service.key)
+    openai.read_seconds = 0.2
+
+    with pytest.raises(UpstreamError):
+        openai.hang_up(service.session.id)
+
+    assert service.session.state == "created"
+    assert service.followed == []
+
+
+def test_session_that_does_not_say_that_it_closed_is_not_called_closed(service, caller, session):
+    service.fail_next("server_error", on="hangup")
+    service.drain_delay = 60
+    openai = OpenAI(service.url, service.key)
+    openai.read_seconds = 0.2
+
+    with pytest.raises(UpstreamError, match="did not confirm"):
+        openai.hang_up(session.id)
+
+    assert session.state == "closing"
+
+
+def test_attaching_is_refused_for_a_session_that_is_not_there(service):
+    assert ask(service, "/live/sessions/live_1/attach")[0] == 404
 
 
 def test_session_that_is_hung_up_while_it_starts_never_starts(service, caller):

@@ -39,6 +39,7 @@ from hermes_voice import (
     Hermes,
     OpenAI,
     Server,
+    Session,
     Waits,
     Warnings,
     WrongTokens,
@@ -1396,7 +1397,20 @@ def test_a_call_is_opened_over_http(serve):
 
     answer = house.ask("POST", "/session", CALL)
 
-    assert json.loads(answer.data) == {"session_id": "live_1", "sdp": "v=0 answer\r\n"}
+    told = json.loads(answer.data)
+    assert told == {"session_id": "live_1", "sdp": "v=0 answer\r\n", "seconds_left": 7200}
+
+
+def test_a_call_is_metered_over_http(serve):
+    house = serve()
+    house.openai.add("POST", "/v1/live/sessions", opened())
+    house.ask("POST", "/session", CALL)
+
+    told = house.ask("POST", "/session/meter", {"session_id": "live_1", "seconds": 15.5})
+    other = house.ask("POST", "/session/meter", {"session_id": "live_2"})
+
+    assert 7200 - TIMEOUT < json.loads(told.data)["seconds_left"] <= 7200
+    assert (other.status, error_of(other)) == (409, "not_live")
 
 
 def test_a_call_whose_page_hangs_up_meanwhile_is_hung_up(serve):
@@ -1444,7 +1458,22 @@ def test_an_upstream_s_failure_is_explained(serve, caplog, answer, status, code)
     assert f"code={code}" in caplog.text
 
 
-# ---- the end -----------------------------------------------------------------
+# ---- the start and the end ---------------------------------------------------
+
+
+def test_a_server_that_starts_takes_up_the_call_that_goes_on(build):
+    house = build()
+    now = time.time()
+    house.app.journal.save_session(Session("live_1", "call", "c1", now, now))
+    told = threading.Event()
+    thread = threading.Thread(target=serve_until, args=(house.server, told.wait))
+
+    thread.start()
+    answer = house.ask("POST", "/session/meter", {"session_id": "live_1"})
+    told.set()
+    thread.join(TIMEOUT)
+
+    assert 7200 - 2 * TIMEOUT < json.loads(answer.data)["seconds_left"] <= 7200
 
 
 def test_a_shutdown_gives_every_stream_its_last_line(build):

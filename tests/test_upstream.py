@@ -5,15 +5,26 @@ person. What it said stays in `detail`, for the log.
 """
 
 import contextlib
+import io
 import logging
 import re
 import socket
 import threading
+import time
 
 import pytest
 from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, ScriptedHermes, event, reply, sse, stream
 
-from hermes_voice import ANSWER_LIMIT, Garbled, Hermes, OpenAI, Refused, Unreachable, UpstreamError
+from hermes_voice import (
+    ANSWER_LIMIT,
+    Garbled,
+    Hermes,
+    OpenAI,
+    Refused,
+    Unreachable,
+    UpstreamError,
+    _websocket_messages,
+)
 
 TIMEOUT = 10  # seconds
 SHORT = 0.05  # seconds, for what is meant to time out
@@ -154,8 +165,9 @@ def test_an_answer_without_a_session_is_garbled(serve, body):
 def test_a_session_that_is_over_counts_as_hung_up(serve, status):
     openai = serve({("POST", "/v1/live/sessions/*/hangup"): [reply(status)]})
 
-    OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1/..%")
+    was_open = OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1/..%")
 
+    assert was_open == (status != 404)
     assert openai.seen[0].path == "/v1/live/sessions/live_1%2F..%25/hangup"
 
 
@@ -166,6 +178,44 @@ def test_a_hang_up_that_is_not_confirmed_is_an_error(serve):
         OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1")
 
     assert caught.value.code == "openai_hangup"
+
+
+def frame(kind, payload, last=True):
+    """A server's WebSocket frame."""
+    size = len(payload)
+    if size < 126:
+        head = bytes([size])
+    else:
+        head = b"\x7e" + size.to_bytes(2) if size < 1 << 16 else b"\x7f" + size.to_bytes(8)
+    return bytes([kind | (0x80 if last else 0)]) + head + payload
+
+
+TEXT, MORE, PING, CLOSE = 1, 0, 9, 8
+
+
+@pytest.mark.parametrize(
+    ("frames", "messages"),
+    [
+        ([frame(TEXT, b"a"), frame(TEXT, b""), frame(CLOSE, b""), frame(TEXT, b"late")], [b"a", b""]),
+        ([frame(TEXT, b"a" * size) for size in (125, 126, 65_535, 65_536)], [125, 126, 65_535, 65_536]),
+        ([frame(TEXT, b"a", last=False), frame(PING, b"p"), frame(MORE, b"b")], [b"ab"]),
+        ([frame(TEXT, b"a"), b"\x81\x7f" + (1 << 40).to_bytes(8)], [b"a"]),
+        ([frame(TEXT, b"a" * (5 << 20), last=False), frame(MORE, b"b" * (5 << 20))], []),
+    ],
+    ids=["close", "lengths", "pieces", "too long", "too long in pieces"],
+)
+def test_websocket_messages_are_read_whole(frames, messages):
+    stream = io.BufferedReader(io.BytesIO(b"".join([*frames, frame(CLOSE, b"")])))
+
+    found = [*_websocket_messages(stream, time.monotonic() + 60)]
+
+    assert found == [b"a" * each if isinstance(each, int) else each for each in messages]
+
+
+def test_a_websocket_that_talks_on_is_left_when_the_time_is_over():
+    stream = io.BufferedReader(io.BytesIO(frame(TEXT, b"a") * 1000))
+
+    assert [*_websocket_messages(stream, time.monotonic())] == []
 
 
 # ---- Hermes ------------------------------------------------------------------
