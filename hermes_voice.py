@@ -3933,7 +3933,7 @@ class Handler(BaseHTTPRequestHandler):
             super().handle_one_request()
         except ssl.SSLError as error:
             self.close_connection = True
-            log_event("tls.failed", client=self.client_address[0], reason=error.reason)
+            self.server.warn("tls.failed", self.client_address[0], reason=error.reason)
             if error.reason == "HTTP_REQUEST":
                 socket.socket.sendall(self.connection, PLAIN_HTTP_REPLY)  # not SSLSocket's
 
