@@ -27,6 +27,8 @@ export class LineDecoder {
 /** @type {Map<string, (event: any) => Event | null>} */
 const FROM_VOICE = new Map(Object.entries({
   "session.started": (e) => ({ type: "started", expiresAt: number(e.session?.expires_at) }),
+  "session.paused": () => ({ type: "paused" }),
+  "session.resumed": () => ({ type: "resumed" }),
   "session.closed": (e) => ({ type: "closed", reason: string(e.reason) ?? "", seconds: number(e.usage?.seconds) }),
   "session.input_transcript.delta": (e) => heard("user", e),
   "session.output_transcript.delta": (e) => heard("assistant", e),
