@@ -97,6 +97,7 @@ export const START = {
   expiresAt: 0, // when the service ends the session
   renewal: /** @type {Renewal | null} */ (null),
   renewals: 0, // that failed in this session
+  triedAt: 0, // when the last of them did
   reopens: false, // the call was hung up by plan, and starts again with the answer
   shakyAt: /** @type {number | null} */ (null), // since when the connection is broken
   asleepAt: /** @type {number | null} */ (null), // since when the service has paused it
@@ -472,7 +473,7 @@ function renewalFailed(state, event) {
   const why = event.message ?? "The next session ended before it began.";
   const told = notify(state, "error", `The call could not be renewed, and ends in about ${minutes} min. ${why}`);
   return each(
-    { ...told, renewal: null, renewals: state.renewals + 1 },
+    { ...told, renewal: null, renewals: state.renewals + 1, triedAt: state.now },
     (s) => [s, [{ do: "drop", attempt, sessionId }]],
     release,
   );

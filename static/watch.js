@@ -26,6 +26,7 @@ const CLOCK_MS = 60000; // that a good clock may be wrong
 const SHORTEST_MS = 5000; // a session that ends sooner by its own word has not just begun
 const SEEK_MS = 300000; // before the end
 const HARD_MS = 60000; // before the end
+const AGAIN_MS = 30000; // after a renewal that failed
 const VOICE_QUIET_MS = 1500;
 const USER_QUIET_MS = 3000;
 const MEASUREMENTS = 3; // in a row, 2 s apart
@@ -55,7 +56,7 @@ export function isQuiet(state) {
 
 /** Whether the session is to be renewed at this moment. @param {State} state */
 export function mustRenew(state) {
-  if (state.renewal) return false;
+  if (state.renewal || (state.renewals && state.now - state.triedAt < AGAIN_MS)) return false;
   const half = state.liveAt + (state.expiresAt - state.liveAt) / 2;
   if (state.now >= Math.max(state.expiresAt - HARD_MS, half)) return state.renewals < 2;
   return state.renewals < 1 && state.now >= Math.max(state.expiresAt - SEEK_MS, half) && isQuiet(state);
