@@ -356,7 +356,7 @@ const CLOSINGS = {
 /** The model's service closed the session. @param {State} state @param {Event} event @returns {Step} */
 function closed(state, event) {
   const seconds = event.seconds ?? null;
-  const counted = { ...state, seconds: seconds ?? state.seconds, meter: meter.count(state.meter, seconds) };
+  const counted = { ...state, seconds: seconds ?? state.seconds, meter: meter.count(state.meter, seconds, event.pausedSeconds) };
   if (state.phase === "closing") return ended(counted, false);
   if (state.renewal) return takeOver(counted, state.renewal);
   const why = CLOSINGS[event.reason] ?? CLOSINGS.connection_lost;
@@ -421,7 +421,7 @@ function link(state, event) {
 
 /** @param {State} state @param {Event} event @returns {Step} */
 function usage(state, event) {
-  return [{ ...state, seconds: event.seconds, meter: meter.count(state.meter, event.seconds) }, []];
+  return [{ ...state, seconds: event.seconds, meter: meter.count(state.meter, event.seconds, event.pausedSeconds) }, []];
 }
 
 /** Nobody spoke for long: the service has paused the session. @param {State} state @returns {Step} */

@@ -14,15 +14,16 @@ const LAST_MS = 2000; // of a cap, for a clean end before the server hangs up
 
 /**
  * @typedef {{since: number | null, asleep: boolean, activeMs: number, standbyMs: number,
- *   counted: number | null, countedBefore: number, endsAt: number | null, told: number}} Meter
- *   `since`: up to when an open session is in `activeMs` and `standbyMs`; `counted`: its
- *   seconds by the service, `countedBefore` those of the sessions before; `endsAt`: when the
+ *   counted: Count, countedBefore: Count, endsAt: number | null, told: number}} Meter
+ *   `since`: up to when an open session is in `activeMs` and `standbyMs`; `counted`: what the
+ *   service says of it, `countedBefore` of the sessions before; `endsAt`: when the
  *   call's or the day's cap is reached; `told`: the last warning that was given
+ * @typedef {{seconds: number, paused: number}} Count   `paused`: so many of the seconds
  * @typedef {{active: number, standby: number, currency: string}} Prices   for a minute
  */
 
 /** @type {Meter} */
-export const NOTHING = { since: null, asleep: false, activeMs: 0, standbyMs: 0, counted: null, countedBefore: 0, endsAt: null, told: Infinity };
+export const NOTHING = { since: null, asleep: false, activeMs: 0, standbyMs: 0, counted: { seconds: 0, paused: 0 }, countedBefore: { seconds: 0, paused: 0 }, endsAt: null, told: Infinity };
 
 /** @param {Meter} meter @param {number} at @returns {Meter} */
 function upTo(meter, at) {
@@ -45,12 +46,17 @@ export function sleep(meter, asleep, at) {
 /** It is over. @param {Meter} meter @param {number} at @returns {Meter} */
 export function end(meter, at) {
   const over = upTo(meter, at);
-  return { ...over, since: null, asleep: false, counted: null, countedBefore: over.countedBefore + (over.counted ?? 0) };
+  return { ...over, since: null, asleep: false, counted: NOTHING.counted, countedBefore: countOf(over) };
 }
 
-/** What the service says of the open session, in seconds. @param {Meter} meter @param {number | null} seconds @returns {Meter} */
-export function count(meter, seconds) {
-  return seconds === null ? meter : { ...meter, counted: seconds };
+/** What the service says of the open session. @param {Meter} meter @param {number | null} seconds @param {number | null} [paused] @returns {Meter} */
+export function count(meter, seconds, paused) {
+  return seconds === null ? meter : { ...meter, counted: { seconds, paused: paused ?? 0 } };
+}
+
+/** What the service says of the call. @param {Meter} meter @returns {Count} */
+function countOf({ counted, countedBefore }) {
+  return { seconds: countedBefore.seconds + counted.seconds, paused: countedBefore.paused + counted.paused };
 }
 
 /** How long the call may go on. @param {Meter} meter @param {number | null | undefined} seconds @param {number} at @returns {Meter} */
@@ -84,15 +90,19 @@ export function isUsedUp(meter, at) {
  * @returns {{ours: string, theirs: string}} by the wall clock, and by the service's count
  */
 export function words(meter, prices, at) {
-  const { activeMs, standbyMs, counted, countedBefore } = upTo(meter, at);
+  const { activeMs, standbyMs } = upTo(meter, at);
   const price = (activeMs * prices.active + standbyMs * prices.standby) / 60000;
   const unit = /\p{L}$/u.test(prices.currency) ? `${prices.currency} ` : prices.currency;
-  const paused = standbyMs >= 1000 ? `, ${clock(standbyMs)} of it paused` : "";
-  const theirs = countedBefore + (counted ?? 0);
+  const theirs = countOf(meter);
   return {
-    ours: `${clock(activeMs + standbyMs)}${paused} · ${unit}${price.toFixed(2)}`,
-    theirs: theirs ? `OpenAI counts ${clock(theirs * 1000)}` : "",
+    ours: `${spent(activeMs + standbyMs, standbyMs)} · ${unit}${price.toFixed(2)}`,
+    theirs: theirs.seconds ? ` · OpenAI: ${spent(theirs.seconds * 1000, theirs.paused * 1000)}` : "",
   };
+}
+
+/** @param {number} ms @param {number} pausedMs so many of them */
+function spent(ms, pausedMs) {
+  return pausedMs >= 1000 ? `${clock(ms)} (${clock(pausedMs)} paused)` : clock(ms);
 }
 
 /** @param {number} ms */

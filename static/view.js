@@ -156,7 +156,7 @@ export function render(state) {
   show(statusWords, words);
   show(statusSeconds, seconds);
   const cost = costOf(state.meter, state.terms.prices, state.now);
-  meter.hidden = state.phase === "idle" || (state.meter.since === null && !state.meter.activeMs);
+  meter.hidden = !state.sessionId;
   show(meterOurs, cost.ours);
   show(meterTheirs, cost.theirs);
   light.dataset.phase = state.phase;

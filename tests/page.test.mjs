@@ -506,14 +506,14 @@ describe("the meter", () => {
     const slept = meter.sleep(meter.begin(meter.NOTHING, 0), true, 240_000);
 
     assert.equal(meter.words(meter.begin(meter.NOTHING, 0), prices, 252_900).ours, "4:12 · $0.21");
-    assert.equal(meter.words(slept, prices, 540_000).ours, "9:00, 5:00 of it paused · $0.30");
-    assert.equal(meter.words(meter.sleep(slept, false, 540_000), prices, 600_000).ours, "10:00, 5:00 of it paused · $0.35");
+    assert.equal(meter.words(slept, prices, 540_000).ours, "9:00 (5:00 paused) · $0.30");
+    assert.equal(meter.words(meter.sleep(slept, false, 540_000), prices, 600_000).ours, "10:00 (5:00 paused) · $0.35");
   });
 
   test("a call is the sum of its sessions, by both counts", () => {
-    const second = meter.count(meter.begin(meter.end(meter.count(meter.begin(meter.NOTHING, 0), 58), 60_000), 90_000), 25);
+    const second = meter.count(meter.begin(meter.end(meter.count(meter.begin(meter.NOTHING, 0), 58, 5), 60_000), 90_000), 25);
 
-    assert.deepEqual(meter.words(second, prices, 120_000), { ours: "1:30 · $0.07", theirs: "OpenAI counts 1:23" });
+    assert.deepEqual(meter.words(second, prices, 120_000), { ours: "1:30 · $0.07", theirs: " · OpenAI: 1:23 (0:05 paused)" });
     assert.deepEqual(meter.words(after(30, after(30)), prices, 900_000), { ours: "1:00 · $0.05", theirs: "" });
   });
 
@@ -590,7 +590,7 @@ const FROM_VOICE = [
   [{ type: "session.input_audio.muted", event_id: "event_07", client_event_id: "mute_1" }, null],
   [
     { type: "session.usage.updated", event_id: "event_08", usage: { seconds: 30, active_seconds: 20, paused_seconds: 10 }, context_window: { usage_ratio: 0.0089 } },
-    { type: "usage", seconds: 30 },
+    { type: "usage", seconds: 30, pausedSeconds: 10 },
   ],
   [{ type: "session.paused", event_id: "event_09" }, { type: "paused" }],
   [{ type: "session.resumed", event_id: "event_10" }, { type: "resumed" }],
