@@ -2278,6 +2278,8 @@ CLIENT_EVENTS = (
 SERVER_EVENTS = (
     "error",
     "session.started",
+    "session.paused",
+    "session.resumed",
     "session.closed",
     "session.input_transcript.delta",
     "session.output_transcript.delta",

@@ -16,6 +16,8 @@ let state = START;
 let timer = 0;
 /** @type {{attempt: number, session: Session} | null} */
 let current = null;
+/** The session that is to replace it. @type {{attempt: number, session: Session} | null} */
+let next = null;
 /** @type {Map<string, AbortController>} */
 const streams = new Map();
 /** @type {WakeLockSentinel | null} */
@@ -58,14 +60,22 @@ function explained(error) {
 
 /** @type {Record<string, (effect: any) => void>} */
 const EFFECTS = {
-  open: (effect) => void open(effect.attempt, effect.history),
+  open: (effect) => void open(effect),
+  takeOver: ({ over, sessionId, seconds }) => {
+    letGo(over);
+    [current, next] = [next, null];
+    if (sessionId) void hangUp(sessionId, seconds);
+  },
+  meter: (effect) => void meter(effect),
   send: ({ message }) => current?.session.send(message),
-  mute: ({ on }) => current?.session.mute(on),
+  mute: ({ on }) => {
+    for (const each of [current, next]) each?.session.mute(on);
+  },
   silence: ({ on }) => current?.session.silence(on),
-  release: ({ attempt }) => letGo(attempt),
+  release: (effect) => EFFECTS.drop(effect), // the server closes its account of it
   drop: ({ attempt, sessionId }) => {
     letGo(attempt);
-    if (sessionId) void hangUp(sessionId);
+    if (sessionId) void hangUp(sessionId, attempt === state.attempt ? state.seconds : null);
   },
   delegate: ({ key, lines }) => void follow(key, "delegate", { hermes_session: conversation, delegation_id: key, lines }),
   follow: ({ key, runId, after }) => void follow(key, `runs/${runId}/updates?after=${after}`, null),
@@ -77,22 +87,24 @@ const EFFECTS = {
   keep: ({ lines }) => void keep(lines),
 };
 
-/** @param {number} attempt @param {object[]} history */
-async function open(attempt, history) {
-  current?.session.close();
+/** @param {{attempt: number, history: object[], call?: string}} effect */
+async function open({ attempt, history, call }) {
+  const renews = state.phase === "live"; // the session so far goes on meanwhile
+  if (!renews) current?.session.close();
   const session = new Session(view.voice, (event) => {
     if (event.type === "soundBlocked") return allowSound();
     if (event.type === "microphoneEnded") return dispatch({ type: "notice", level: "error", text: "The microphone was taken away. Hang up and start the call again." });
     if (event.type === "deviceGone") return dispatch({ type: "notice", level: "error", text: `The ${event.device} is not there any more. The default one is used now.` });
-    dispatch({ ...event, attempt });
+    dispatch({ ...event, attempt, wallMs: Date.now() });
   });
-  current = { attempt, session };
+  if (renews) next = { attempt, session };
+  else current = { attempt, session };
   try {
     await session.open(async (sdp) => {
-      const { session_id, sdp: answer } = demo
-        ? { session_id: null, sdp: await demo.answer(sdp) }
-        : await api.post("session", { sdp, conversation, history, voice: settings.voice || undefined });
-      dispatch({ type: "opened", attempt, sessionId: session_id });
+      const { session_id, sdp: answer, seconds_left } = demo
+        ? { session_id: null, sdp: await demo.answer(sdp), seconds_left: null }
+        : await api.post("session", { sdp, conversation, history, call, voice: settings.voice || undefined });
+      dispatch({ type: "opened", attempt, sessionId: session_id, secondsLeft: seconds_left });
       return answer;
     }, state.muted, settings, demo?.microphone);
   } catch (error) {
@@ -102,14 +114,24 @@ async function open(attempt, history) {
 
 /** @param {number} attempt */
 function letGo(attempt) {
+  if (next?.attempt === attempt) {
+    next.session.close();
+    next = null;
+  }
   if (current?.attempt !== attempt) return;
   current.session.close();
   current = null;
 }
 
-/** @param {string} sessionId */
-function hangUp(sessionId) {
-  return api.post("session/close", { session_id: sessionId }, { keepalive: true }).catch(() => {}); // the server logs it
+/** Tell the server that a session is over; it hangs up what is not. @param {string} sessionId @param {number | null} seconds by the service's count */
+function hangUp(sessionId, seconds) {
+  return api.post("session/close", { session_id: sessionId, seconds }, { keepalive: true }).catch(() => {}); // the server logs it
+}
+
+/** Tell the server that a session is up. It hangs up what it does not hear of for long. @param {{attempt: number, sessionId: string, seconds: number | null}} effect */
+async function meter({ attempt, sessionId, seconds }) {
+  const answer = await api.post("session/meter", { session_id: sessionId, seconds }).catch(() => null);
+  if (answer) dispatch({ type: "allowed", attempt, secondsLeft: answer.seconds_left });
 }
 
 /** The browser wants a tap before it plays anything. */
@@ -231,6 +253,17 @@ function switchTo(id) {
   location.reload();
 }
 
+/** What the server's settings say of a call's course and its price. @param {any} config */
+function termsOf(config) {
+  return {
+    greeting: config.greeting ?? "",
+    hangUpPhrases: config.hang_up_phrases ?? ["hang up", "goodbye hermes", "auflegen"],
+    onLongRun: config.on_long_run ?? "stay",
+    longRunMs: (config.long_run_seconds ?? 300) * 1000,
+    prices: { active: config.price_per_minute ?? 0.05, standby: config.standby_price_per_minute ?? 0.02, currency: config.currency ?? "$" },
+  };
+}
+
 /** The voice model's place is taken by a part of this page. */
 async function beginDemo() {
   const { Demo, SENTENCES } = await import("./demo.js");
@@ -293,6 +326,7 @@ async function begin(why) {
     offered = config;
     settings = readSettings(localStorage.getItem("settings"), config.voices);
     dispatch({ type: "configured", idleSeconds: config.idle_seconds, stopPhrases: config.stop_phrases, page, progress: settings.progress });
+    dispatch({ type: "agreed", terms: termsOf(config) });
     const { conversations } = await api.get("conversations");
     // A device that has no conversation yet goes on with the newest, unless it has begun one.
     const untouched = !known && !state.runs.length && !state.transcript.lines.length;
@@ -334,7 +368,8 @@ view.bind({
 setInterval(() => dispatch({ type: "tick" }), TICK_MS);
 addEventListener("pagehide", () => {
   dispatch({ type: "leave" });
-  if (state.sessionId) void hangUp(state.sessionId);
+  if (state.sessionId) void hangUp(state.sessionId, state.seconds);
+  if (state.renewal?.sessionId) void hangUp(state.renewal.sessionId, null);
 });
 onDeviceChange(() => {
   void current?.session.checkSpeaker();

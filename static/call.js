@@ -8,6 +8,8 @@
 //   idle        no session                             dial -> connecting
 //   connecting  microphone, offer, answer under way    started -> live; failed, hangUp -> idle
 //   live        session.started came                   hangUp, idle -> closing; lost -> idle
+//     asleep      paused by the service                resumed
+//     renewal     the next session is being opened     its start, or the end of this -> connecting
 //   closing     session.close sent                     closed, or 5 s -> idle
 //
 //   delegation  settling -> sent, captured (it answers a question) -> answered
@@ -23,9 +25,14 @@
 //   5. A spoken answer to a question is made of words that began after it was placed.
 //   6. A result is told by one page only: the one whose claim came first.
 //   7. A session that connects after the user hung up is closed, not ignored.
+//   8. To a line that is asleep, or about to be replaced, only mute and close are sent.
+//   9. No session is opened but by the user, for a renewal, or after a planned hang-up.
 
+import * as meter from "./meter.js";
+import { isOneOf } from "./phrases.js";
 import * as speech from "./speech.js";
 import * as transcript from "./transcript.js";
+import * as watch from "./watch.js";
 import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wire.js";
 
 /** @typedef {import("./wire.js").Event} Event */
@@ -48,7 +55,8 @@ import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wi
  *   has taken it.
  * @typedef {{id: string, attempt: number, at: number, state: "settling" | "captured" | "sent" | "answered",
  *   run: string | null}} Delegation
- * @typedef {{key: number, level: "info" | "error", text: string, at: number}} Notice
+ * @typedef {{key: number, level: "info" | "error", text: string, at: number, offersCall: boolean}} Notice
+ * @typedef {{attempt: number, sessionId: string | null, at: number}} Renewal   the next session
  */
 
 const SETTLE_MS = 600; // of quiet after the last word
@@ -58,6 +66,8 @@ const UTTERANCE_MS = 1300; // of quiet after which an answer is complete
 const START_MS = 25000; // from dialling until the session must have started
 const CLOSE_MS = 5000; // from session.close until we stop waiting for session.closed
 const GRACE_MS = 8000; // a broken connection may come back by itself
+const METER_MS = 30000; // the sidecar hangs up a session it has not heard of for 3 min
+const HELD_KEPT = 50; // notes for a line that is asleep
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
 const SAY_FIRST_MS = 8000; // until progress is said aloud; then rarely
@@ -76,12 +86,32 @@ const TITLE_BYTES = 120; // of a request that an answer names
 
 export const START = {
   phase: /** @type {"idle" | "connecting" | "live" | "closing"} */ ("idle"),
-  attempt: 0, // counts openings
+  attempt: 0, // which opening the session is from
+  openings: 0,
+  opening: /** @type {"dialled" | "renewed" | "reopened"} */ ("dialled"), // why the newest was made
+  call: "", // the id of the call's first session, by which the server knows the call
   sessionId: /** @type {string | null} */ (null),
   dialledAt: 0,
   liveAt: 0,
   closingAt: 0,
+  expiresAt: 0, // when the service ends the session
+  renewal: /** @type {Renewal | null} */ (null),
+  renewals: 0, // that failed in this session
+  triedAt: 0, // when the last of them did
+  reopens: false, // the call was hung up by plan, and starts again with the answer
   shakyAt: /** @type {number | null} */ (null), // since when the connection is broken
+  asleepAt: /** @type {number | null} */ (null), // since when the service has paused it
+  /** @type {object[]} */ held: [], // messages for when it is awake
+  flow: watch.FLOWING,
+  meter: meter.NOTHING,
+  meterAt: 0, // when the sidecar is next told that the session is up
+  terms: {
+    greeting: "",
+    /** @type {string[]} */ hangUpPhrases: [],
+    onLongRun: "stay",
+    longRunMs: 300000,
+    prices: { active: 0.05, standby: 0.02, currency: "$" },
+  },
   muted: false,
   silenced: false, // the user asked for quiet; the voice is not played until it has ended
   heardAt: 0, // when somebody last spoke or work last moved
@@ -105,6 +135,7 @@ export const START = {
 /** @type {Record<string, (state: State, event: any) => Step>} */
 const ALWAYS = {
   configured: (state, e) => [{ ...state, idleMs: e.idleSeconds * 1000, stopPhrases: e.stopPhrases, page: e.page }, []],
+  agreed: (state, e) => [{ ...state, terms: e.terms }, []],
   recalled,
   claimed,
   leave: (state) => keep(state),
@@ -126,11 +157,15 @@ const ALWAYS = {
 const TABLE = {
   idle: { ...ALWAYS, dial, opened: late },
   connecting: { ...ALWAYS, opened, started, failed, lost, closed: lost, hangUp: abandon },
-  live: { ...ALWAYS, hangUp: close, heard, delegated, placed, sound, trouble, usage, closed, lost, link, stopSpeaking },
+  live: { ...ALWAYS, paused, resumed, allowed, media, hangUp: close, heard, delegated, placed, sound, trouble, usage, closed, lost, link, stopSpeaking },
   closing: { ...ALWAYS, heard, usage, closed, lost },
 };
 
+/** Of the session that is to replace the present one. @type {Record<string, (state: State, event: any) => Step>} */
+const RENEWAL = { opened: renewalOpened, started: renewalStarted, failed: renewalFailed, lost: renewalFailed, closed: renewalFailed };
+
 const OF_SESSION = new Set([
+  "paused", "resumed", "allowed", "media",
   "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound",
 ]);
 
@@ -142,6 +177,8 @@ const OF_SESSION = new Set([
 export function step(state, event) {
   const rule = TABLE[state.phase][event.type];
   if (OF_SESSION.has(event.type) && event.attempt !== state.attempt) {
+    const next = event.attempt === state.renewal?.attempt && RENEWAL[event.type];
+    if (next) return pump(...next({ ...state, now: event.at ?? state.now }, event));
     return event.type === "opened" ? late(state, event) : [state, []];
   }
   if (!rule) return [state, []];
@@ -152,7 +189,7 @@ export function step(state, event) {
 /** Send what may be said at this moment. @param {State} state @param {Effect[]} effects @returns {Step} */
 function pump(state, effects) {
   // Over a broken connection it might be lost, and nobody would know.
-  if (state.phase !== "live" || state.shakyAt !== null) return [state, effects];
+  if (state.phase !== "live" || state.shakyAt !== null || isHeld(state)) return [state, effects];
   const id = `say_${state.attempt}_${state.counter}`;
   const [next, piece] = speech.next(state.speech, id, state.now);
   if (!piece) return [next === state.speech ? state : { ...state, speech: next }, effects];
@@ -161,6 +198,23 @@ function pump(state, effects) {
   const sent = { ...state, speech: next, counter: state.counter + 1, silenced: false };
   const told = piece.kind === "question" ? questionChanged(sent, piece.run, { sentAs: id }) : sent;
   return [told, [...effects, ...unmuted, send]];
+}
+
+/** Whether nothing may be sent to the session for a while. @param {State} state */
+function isHeld(state) {
+  return state.asleepAt !== null || state.renewal !== null;
+}
+
+/** Send a message, or keep it until one may be sent. @param {State} state @param {object} message @returns {Step} */
+function sendOrHold(state, message) {
+  if (!isHeld(state)) return [state, [{ do: "send", message }]];
+  return [{ ...state, held: [...state.held, message].slice(-HELD_KEPT) }, []];
+}
+
+/** Send what was held. @param {State} state @returns {Step} */
+function release(state) {
+  if (isHeld(state)) return [state, []];
+  return [{ ...state, held: [] }, state.held.map((message) => ({ do: "send", message }))];
 }
 
 /** A delegation's id, if it was made on this connection. @param {State} state @param {string | null} id */
@@ -172,12 +226,12 @@ function known(state, id) {
 function note(state, text, delegation) {
   if (state.phase !== "live") return [state, []];
   const message = thinking(`note_${state.attempt}_${state.counter}`, text, known(state, delegation));
-  return [{ ...state, counter: state.counter + 1 }, [{ do: "send", message }]];
+  return sendOrHold({ ...state, counter: state.counter + 1 }, message);
 }
 
-/** @param {State} state @param {"info" | "error"} level @param {string} text @returns {State} */
-function notify(state, level, text) {
-  const notice = { key: state.counter, level, text, at: state.now };
+/** @param {State} state @param {"info" | "error"} level @param {string} text @param {boolean} [offersCall] @returns {State} */
+function notify(state, level, text, offersCall = false) {
+  const notice = { key: state.counter, level, text, at: state.now, offersCall };
   return { ...state, counter: state.counter + 1, notices: [...state.notices, notice].slice(-NOTICES_KEPT) };
 }
 
@@ -207,27 +261,39 @@ function each(state, ...parts) {
 
 /** @param {State} state @returns {Step} */
 function dial(state) {
-  const attempt = state.attempt + 1;
+  return openCall({ ...state, opening: "dialled", call: "", meter: meter.NOTHING });
+}
+
+/** @param {State} state @returns {Step} */
+function openCall(state) {
+  const attempt = state.openings + 1;
   const next = {
     ...state,
     phase: /** @type {const} */ ("connecting"),
     attempt,
+    openings: attempt,
     sessionId: null,
     dialledAt: state.now,
+    reopens: false,
     shakyAt: null,
     silenced: false,
     seconds: null,
     speech: emptied(state.speech), // what came up in between is on the screen
   };
-  // The server's lines are the history; this page's go along in case it has none.
+  return each(next, keep, (s) => [s, [opening(s, attempt)]]);
+}
+
+/** The server's lines are the history; this page's go along in case it has none. @param {State} state @param {number} attempt @returns {Effect} */
+function opening(state, attempt) {
   const open = { do: "open", attempt, history: transcript.history(state.transcript, HISTORY_LINES) };
-  return each(next, keep, (s) => [s, [open]]);
+  return state.call ? { ...open, call: state.call } : open;
 }
 
 /** @param {State} state @param {Event} event @returns {Step} */
 function opened(state, event) {
+  const next = { ...state, sessionId: event.sessionId, call: state.call || event.sessionId || "" };
   // The user may have muted before there was a microphone. No audio has left yet.
-  return [{ ...state, sessionId: event.sessionId }, [{ do: "mute", on: state.muted }]];
+  return [{ ...next, meter: meter.allow(state.meter, event.secondsLeft, state.now) }, [{ do: "mute", on: state.muted }]];
 }
 
 /** It connected after the user had hung up: it owns a microphone and bills. @param {State} state @param {Event} event @returns {Step} */
@@ -235,9 +301,20 @@ function late(state, event) {
   return [state, [{ do: "drop", attempt: event.attempt, sessionId: event.sessionId }]];
 }
 
-/** @param {State} state @returns {Step} */
-function started(state) {
-  const live = { ...state, phase: /** @type {const} */ ("live"), liveAt: state.now, heardAt: state.now };
+/** @param {State} state @param {Event} event @returns {Step} */
+function started(state, event) {
+  const live = {
+    ...state,
+    phase: /** @type {const} */ ("live"),
+    liveAt: state.now,
+    heardAt: state.now,
+    expiresAt: state.now + watch.lifetime(event.expiresAt, event.wallMs),
+    renewals: 0,
+    flow: watch.FLOWING,
+    meter: meter.begin(state.meter, state.now),
+    meterAt: state.now + METER_MS,
+  };
+  const greeting = state.opening === "dialled" && !state.runs.some(watch.isOwed) ? state.terms.greeting : "";
   const muted = { do: "send", message: muteMessage(`mute_${state.attempt}_${state.counter}`, true) };
   const asking = openQuestion(state);
   return each(
@@ -245,12 +322,13 @@ function started(state) {
     (s) => [s, state.muted ? [muted] : []],
     (s) => (asking?.question?.stage === "queued" ? ask(s, asking.key, "") : [s, []]),
     claimDue,
+    (s) => [greeting ? say(s, "notice", [greeting], null, null) : s, []],
   );
 }
 
 /** @param {State} state @param {Event} event @returns {Step} */
 function failed(state, event) {
-  return ended(notify(state, "error", event.message), true);
+  return ended(notify(state, "error", event.message, state.opening !== "dialled"), true);
 }
 
 /** Hung up before it was live. @param {State} state @returns {Step} */
@@ -260,6 +338,8 @@ function abandon(state) {
 
 /** @param {State} state @returns {Step} */
 function close(state) {
+  // The server is ending one of the two; it knows which are left.
+  if (state.renewal) return ended(state, true);
   const next = { ...state, phase: /** @type {const} */ ("closing"), closingAt: state.now, counter: state.counter + 1 };
   return [next, [{ do: "send", message: closeMessage(`close_${state.attempt}_${state.counter}`) }]];
 }
@@ -267,39 +347,53 @@ function close(state) {
 /** @type {Record<string, string>} */
 const CLOSINGS = {
   expired: "The call reached the longest time OpenAI allows. Start a new one to go on.",
-  content: "OpenAI ended the call because of its content rules.",
+  content: "OpenAI ended the call because of its content rules. Your tasks go on. Start the call again and put it in other words.",
   connection_lost: "The connection was lost. Your tasks go on; start the call again to hear of them.",
+  remote_hangup: "OpenAI hung up. Your tasks go on; start the call again to hear of them.",
   close_requested: "The call was ended from another page, or by the server.",
 };
 
 /** The model's service closed the session. @param {State} state @param {Event} event @returns {Step} */
 function closed(state, event) {
-  const counted = { ...state, seconds: event.seconds ?? state.seconds };
+  const seconds = event.seconds ?? null;
+  const counted = { ...state, seconds: seconds ?? state.seconds, meter: meter.count(state.meter, seconds, event.pausedSeconds) };
   if (state.phase === "closing") return ended(counted, false);
+  if (state.renewal) return takeOver(counted, state.renewal);
   const why = CLOSINGS[event.reason] ?? CLOSINGS.connection_lost;
-  return ended(notify(counted, "info", why), false);
+  return ended(notify(counted, "info", why, true), false);
 }
 
 /** @param {State} state @returns {Step} */
 function lost(state) {
   if (state.phase === "closing") return ended(state, true);
-  return ended(notify(state, "error", CLOSINGS.connection_lost), true);
+  if (state.renewal) return takeOver(state, state.renewal);
+  return ended(notify(state, "error", CLOSINGS.connection_lost, true), true);
 }
 
 /** Back to idle; `drop`: the session may still live at the service. @param {State} state @param {boolean} drop @returns {Step} */
 function ended(state, drop) {
-  const effect = { do: drop ? "drop" : "release", attempt: state.attempt, sessionId: state.sessionId };
-  const next = {
+  const effects = [{ do: drop ? "drop" : "release", attempt: state.attempt, sessionId: state.sessionId }];
+  const { renewal } = state;
+  if (renewal) effects.push({ do: "drop", attempt: renewal.attempt, sessionId: renewal.sessionId });
+  return [over(state), effects];
+}
+
+/** The state after a session: what it had and did not bring to its end waits for the next. @param {State} state @returns {State} */
+function over(state) {
+  return {
     ...state,
     phase: /** @type {const} */ ("idle"),
     sessionId: null,
+    renewal: null,
     shakyAt: null,
+    asleepAt: null,
+    held: [],
     silenced: false,
+    meter: meter.end(state.meter, state.now),
     delegations: [], // valid only on the connection that made them
     speech: emptied(state.speech),
     runs: state.runs.map((run) => untold(requeued(run), state.speech)),
   };
-  return [next, [effect]];
 }
 
 /** An open question must be asked anew in the next session. @param {Run} run @returns {Run} */
@@ -327,7 +421,79 @@ function link(state, event) {
 
 /** @param {State} state @param {Event} event @returns {Step} */
 function usage(state, event) {
-  return [{ ...state, seconds: event.seconds }, []];
+  return [{ ...state, seconds: event.seconds, meter: meter.count(state.meter, event.seconds, event.pausedSeconds) }, []];
+}
+
+/** Nobody spoke for long: the service has paused the session. @param {State} state @returns {Step} */
+function paused(state) {
+  const stale = (/** @type {speech.Piece} */ piece) => piece.kind === "progress";
+  return [{ ...state, asleepAt: state.now, meter: meter.sleep(state.meter, true, state.now), speech: speech.forget(state.speech, stale) }, []];
+}
+
+/** Somebody spoke: it is awake. @param {State} state @returns {Step} */
+function resumed(state) {
+  // What waited for this waits for a pause of the user as if it were new.
+  const queue = { ...state.speech, freeAt: state.now };
+  return release({ ...state, asleepAt: null, heardAt: state.now, speech: queue, meter: meter.sleep(state.meter, false, state.now) });
+}
+
+/** The server says how long the call may go on. @param {State} state @param {Event} event @returns {Step} */
+function allowed(state, event) {
+  return [{ ...state, meter: meter.allow(state.meter, event.secondsLeft, state.now) }, []];
+}
+
+/** How much audio has passed so far. @param {State} state @param {any} event @returns {Step} */
+function media(state, event) {
+  const { sent, received } = event;
+  return [{ ...state, flow: watch.measure(state.flow, { sent, received }, watch.voicedOf(state)) }, []];
+}
+
+/** Open the next session while this one is up. @param {State} state @returns {Step} */
+function renew(state) {
+  const attempt = state.openings + 1;
+  const next = { ...state, openings: attempt, renewal: { attempt, sessionId: null, at: state.now } };
+  return each(next, keep, (s) => [s, [opening(s, attempt)]]);
+}
+
+/** The server has opened it, and is hanging up the one so far. @param {State} state @param {Event} event @returns {Step} */
+function renewalOpened(state, event) {
+  const renewal = /** @type {Renewal} */ ({ attempt: event.attempt, sessionId: event.sessionId, at: state.now });
+  return [{ ...state, renewal, meter: meter.allow(state.meter, event.secondsLeft, state.now) }, [{ do: "mute", on: state.muted }]];
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function renewalStarted(state, event) {
+  return each(state, (s) => takeOver(s, /** @type {Renewal} */ (s.renewal)), (s) => started(s, event));
+}
+
+/** The present session goes on for what it has left. @param {State} state @param {Event} event @returns {Step} */
+function renewalFailed(state, event) {
+  const { attempt, sessionId } = /** @type {Renewal} */ (state.renewal);
+  const minutes = Math.max(1, Math.round((state.expiresAt - state.now) / 60000));
+  const why = event.message ?? "The next session ended before it began.";
+  const told = notify(state, "error", `The call could not be renewed, and ends in about ${minutes} min. ${why}`);
+  return each(
+    { ...told, renewal: null, renewals: state.renewals + 1, triedAt: state.now },
+    (s) => [s, [{ do: "drop", attempt, sessionId }]],
+    release,
+  );
+}
+
+/** The next session takes the place of the present one, within the same call. @param {State} state @param {Renewal} renewal @returns {Step} */
+function takeOver(state, renewal) {
+  const { attempt, sessionId } = renewal;
+  const rest = over(state);
+  const next = /** @type {State} */ ({
+    ...rest,
+    phase: "connecting",
+    opening: "renewed",
+    attempt,
+    sessionId,
+    dialledAt: renewal.at,
+    seconds: null,
+    runs: rest.runs.map((run) => (run.attempt === state.attempt ? { ...run, attempt } : run)),
+  });
+  return [next, [{ do: "takeOver", attempt, over: state.attempt, sessionId: state.sessionId, seconds: state.seconds }]];
 }
 
 /** @param {State} state @param {Event} event @returns {Step} */
@@ -335,7 +501,8 @@ function mute(state, event) {
   const next = { ...state, muted: event.on, counter: state.counter + 1 };
   const local = { do: "mute", on: event.on };
   if (state.phase !== "live") return [next, [local]];
-  return [next, [local, { do: "send", message: muteMessage(`mute_${state.attempt}_${state.counter}`, event.on) }]];
+  const message = muteMessage(`mute_${state.attempt}_${state.counter}`, event.on);
+  return each(next, (s) => [s, [local]], (s) => (s.renewal ? sendOrHold(s, message) : [s, [{ do: "send", message }]]));
 }
 
 /** Silence at once; the work goes on. @param {State} state @returns {Step} */
@@ -779,14 +946,74 @@ function tick(state) {
 /** @param {State} state @returns {Step} */
 function watchSession(state) {
   if (state.phase === "connecting" && state.now - state.dialledAt > START_MS) {
-    return ended(notify(state, "error", "The call did not start in time. Check your network and try again."), true);
+    return ended(notify(state, "error", "The call did not start in time. Check your network and try again.", true), true);
   }
   if (state.phase === "closing" && state.now - state.closingAt > CLOSE_MS) return ended(state, true);
+  if (state.phase === "idle") return reopen(state);
   if (state.phase !== "live") return [state, []];
   if (state.shakyAt !== null && state.now - state.shakyAt > GRACE_MS) return lost(state);
-  const working = state.runs.some((run) => !run.result);
-  if (working || state.speech.waiting.length || state.now - state.heardAt < state.idleMs) return [state, []];
-  return close(notify(state, "info", "The call was ended because nobody spoke. Start it again whenever you like."));
+  return each(state, ...[sayGoodbye, endInTime, watchRenewal, warnOfCap, watchSound, reportMeter].map(whileLive));
+}
+
+/** A rule for a live session only. @param {(state: State) => Step} rule @returns {(state: State) => Step} */
+function whileLive(rule) {
+  return (state) => (state.phase === "live" ? rule(state) : [state, []]);
+}
+
+/** After a planned hang-up, call again when there is something to hear. @param {State} state @returns {Step} */
+function reopen(state) {
+  if (!state.reopens) return [state, []];
+  if (state.runs.some(watch.isOwed)) return openCall({ ...state, opening: "reopened" });
+  return [{ ...state, reopens: state.runs.some((run) => !run.result) }, []];
+}
+
+/** The user's newest words, all of them, end the call. @param {State} state @returns {Step} */
+function sayGoodbye(state) {
+  const handing = state.delegations.some((d) => d.state === "settling");
+  const enough = !handing ? UTTERANCE_MS : transcript.endsSentence(state.transcript) ? SETTLE_ENDED_MS : SETTLE_MS;
+  if (state.now - state.speech.userAt < enough) return [state, []];
+  if (!isOneOf(transcript.newestWords(state.transcript, state.attempt), state.terms.hangUpPhrases)) return [state, []];
+  const newest = state.transcript.lines.findLast((line) => line.speaker === "user");
+  const [handed] = transcript.hand(state.transcript, (_, line) => line === newest);
+  return close({ ...state, transcript: handed });
+}
+
+/** @param {State} state @returns {Step} */
+function endInTime(state) {
+  const end = (/** @type {string} */ why, offersCall = false) => close(notify(state, "info", why, offersCall));
+  if (meter.isUsedUp(state.meter, state.now)) return end("The time that hermes-voice allows for calls is used up, so the call was ended. Your tasks go on, and you can type.");
+  if (watch.isIdle(state)) return end("The call was ended because nobody spoke. Start it again whenever you like.");
+  if (!watch.isLongRun(state)) return [state, []];
+  const [next, effects] = end("Hermes is still working. The call was ended to save money, and starts again by itself when there is something to hear.");
+  return [{ ...next, reopens: true }, effects];
+}
+
+/** @param {State} state @returns {Step} */
+function watchRenewal(state) {
+  if (!state.renewal) return watch.mustRenew(state) ? renew(state) : [state, []];
+  if (state.now - state.renewal.at <= START_MS) return [state, []];
+  return renewalFailed(state, { type: "failed", message: "The next session did not start in time." });
+}
+
+/** @param {State} state @returns {Step} */
+function warnOfCap(state) {
+  const [told, time] = meter.warn(state.meter, state.now);
+  if (!time) return [state, []];
+  const text = `The call ends in ${time}, because the time that hermes-voice allows for calls is nearly used up.`;
+  return [say(notify({ ...state, meter: told }, "info", text), "notice", [text], null, null), []];
+}
+
+/** @param {State} state @returns {Step} */
+function watchSound(state) {
+  const [flow, trouble] = watch.troubleOf(state);
+  return [trouble ? notify({ ...state, flow }, "error", trouble) : { ...state, flow }, []];
+}
+
+/** @param {State} state @returns {Step} */
+function reportMeter(state) {
+  if (!state.sessionId || state.now < state.meterAt) return [state, []];
+  const effect = { do: "meter", attempt: state.attempt, sessionId: state.sessionId, seconds: state.seconds };
+  return [{ ...state, meterAt: state.now + METER_MS }, [effect]];
 }
 
 /** Hand over what was said once it is complete. @param {State} state @returns {Step} */
@@ -894,7 +1121,7 @@ function recalled(state, event) {
 
 /** Tell the model what goes on, silently and now and then aloud. @param {State} state @returns {Step} */
 function reportProgress(state) {
-  if (state.phase !== "live") return [state, []];
+  if (state.phase !== "live" || isHeld(state)) return [state, []];
   const isOpen = (/** @type {Run} */ run) => run.question && run.question.stage !== "closed";
   const working = state.runs.filter((run) => !run.result && run.state !== "stopping" && !isOpen(run));
   return each(state, ...working.map((run) => (/** @type {State} */ s) => reportOn(s, run)));
@@ -947,15 +1174,27 @@ export function statusOf(state) {
   const working = state.runs.findLast((run) => !run.result);
   const seconds = working ? Math.max(0, Math.round((state.now - working.since) / 1000)) : 0;
   const doing = working && workingWords(working, seconds);
-  if (state.phase === "connecting") return "Connecting…";
+  if (state.phase === "connecting") return OPENING_WORDS[state.opening];
   if (state.phase === "closing") return "Hanging up…";
   if (state.phase === "live" && state.shakyAt !== null) return "The connection is shaky. Waiting for it to come back…";
+  if (state.asleepAt !== null) return pausedWords(state);
   if (question) return "Hermes is waiting for your approval";
   if (state.phase === "idle") return doing || "Off";
   if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
   if (state.delegations.some((d) => d.state === "settling")) return "Thinking…";
   if (doing) return state.muted ? `${doing}. You are muted` : doing;
-  return state.muted ? "Muted: nobody hears you, the call goes on" : "Listening";
+  return state.muted ? "Muted: nobody hears you, the call still costs" : "Listening";
+}
+
+const OPENING_WORDS = { dialled: "Connecting…", renewed: "Renewing the call…", reopened: "Starting the call again…" };
+
+/** @param {State} state */
+function pausedWords(state) {
+  if (state.speech.userAt > (state.asleepAt ?? 0)) return "Waking up…";
+  const doing = state.muted ? "unmute and say something" : "say something";
+  if (openQuestion(state)) return `Paused, and Hermes is waiting for your approval: answer here, or ${doing}`;
+  const waits = state.speech.waiting.length || state.runs.some((run) => ["asked", "mine"].includes(run.claim));
+  return waits ? `Paused, and there is an answer: ${doing} to hear it` : `Paused to save money: ${doing} to go on`;
 }
 
 /** @param {Run} run @param {number} seconds */

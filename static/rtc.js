@@ -7,6 +7,7 @@ import { fromVoice } from "./wire.js";
 const GATHER_MS = 3000; // once a candidate exists
 const GATHER_MOST_MS = 10000;
 const METER_MS = 100;
+const MEASURE_MS = 2000;
 const LOUD = 6; // of 128, the peak that counts as sound
 const QUIET_TICKS = 4;
 
@@ -59,6 +60,8 @@ export class Session {
   /** @type {MediaStream | null} */ #microphone = null;
   /** @type {AudioContext | null} */ #context = null;
   /** @type {number | undefined} */ #meter;
+  /** @type {number | undefined} */ #measuring;
+  /** @type {MediaStream | null} */ #heard = null; // what the audio element plays of this session
   #closed = false;
   #swaps = 0;
   #speaker = "";
@@ -67,14 +70,14 @@ export class Session {
   #emit;
 
   /**
-   * Call it inside the user's tap: it primes the audio element.
+   * Call it inside the user's tap: it primes the audio element, unless another session has it.
    * @param {HTMLAudioElement} audio
    * @param {(event: Event) => void} emit
    */
   constructor(audio, emit) {
     this.#audio = audio;
     this.#emit = emit;
-    audio.srcObject = new MediaStream();
+    if (!audio.srcObject) audio.srcObject = this.#heard = new MediaStream();
     audio.muted = false;
     audio.play().catch(() => {}); // an empty stream may refuse; the tap has counted
     if (window.isSecureContext) this.#context = new AudioContext();
@@ -198,11 +201,13 @@ export class Session {
   #release() {
     this.#playing = false;
     clearInterval(this.#meter);
+    clearInterval(this.#measuring);
     for (const track of this.#microphone?.getTracks() ?? []) track.stop();
     this.#peer?.close();
     this.#context?.close().catch(() => {}); // it may be closed already
     this.#context = null;
-    this.#audio.srcObject = null;
+    // The next session may have taken it over.
+    if (this.#audio.srcObject === this.#heard) this.#audio.srcObject = null;
   }
 
   /** @param {RTCPeerConnection} peer */
@@ -220,13 +225,24 @@ export class Session {
   /** @param {RTCPeerConnectionState} connection */
   #report(connection) {
     if (this.#closed) return;
+    if (connection === "connected") this.#measuring ??= window.setInterval(() => void this.#measureMedia(), MEASURE_MS);
     if (connection === "failed") this.#emit({ type: "lost" });
     else this.#emit({ type: "link", broken: connection === "disconnected" });
   }
 
+  /** How much audio has passed, either way. */
+  async #measureMedia() {
+    const passed = { sent: 0, received: 0 };
+    for (const report of (await this.#peer?.getStats())?.values() ?? []) {
+      if (report.type === "outbound-rtp") passed.sent += report.bytesSent;
+      if (report.type === "inbound-rtp") passed.received += report.bytesReceived;
+    }
+    if (!this.#closed) this.#emit({ type: "media", ...passed });
+  }
+
   /** @param {MediaStream} stream */
   async #play(stream) {
-    this.#audio.srcObject = stream;
+    this.#audio.srcObject = this.#heard = stream;
     if (this.#context) this.#measure(stream, this.#context);
     await this.#audio.play().catch(() => this.#emit({ type: "soundBlocked" }));
     // Earlier the speaker could not be set: the element was still changing its source.

@@ -1,6 +1,7 @@
 // The DOM: `bind` hands clicks out, `render` shows a state. Nothing else touches the page.
 
 import { statusOf } from "./call.js";
+import { words as costOf } from "./meter.js";
 import { parse, toNodes } from "./markdown.js";
 import { textOf } from "./transcript.js";
 
@@ -18,6 +19,8 @@ const light = find("light", HTMLElement);
 const statusWords = find("status-words", HTMLElement);
 const statusSeconds = find("status-seconds", HTMLElement);
 const meter = find("meter", HTMLElement);
+const meterOurs = find("meter-ours", HTMLElement);
+const meterTheirs = find("meter-theirs", HTMLElement);
 const entry = find("entry", HTMLFormElement);
 const entryWhy = find("entry-why", HTMLElement);
 const token = find("token", HTMLInputElement);
@@ -64,9 +67,9 @@ const items = new Map();
 const asked = new Map();
 /** Whether the log shows its end, and shall go on to. */
 let atEnd = true;
-/** @typedef {{approve(key: string, requestId: string, choice: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
+/** @typedef {{start(): void, approve(key: string, requestId: string, choice: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
 /** @type {Actions} */
-let actions = { approve() {}, switchTo() {}, forget() {} };
+let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
 
 /**
  * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, stopTask(): void,
@@ -232,7 +235,10 @@ export function render(state) {
   const [words, seconds = ""] = statusOf(state).split(/(?=, \d+ s)/);
   show(statusWords, words);
   show(statusSeconds, seconds);
-  show(meter, state.phase === "live" ? clock(state.now - state.liveAt) : "");
+  const cost = costOf(state.meter, state.terms.prices, state.now);
+  meter.hidden = !state.sessionId;
+  show(meterOurs, cost.ours);
+  show(meterTheirs, cost.theirs);
   light.dataset.phase = state.phase;
   light.dataset.muted = String(state.phase === "live" && state.muted);
   light.dataset.asking = String(asking.length > 0);
@@ -260,18 +266,13 @@ function show(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** @param {number} ms */
-function clock(ms) {
-  const seconds = Math.max(0, Math.floor(ms / 1000));
-  return `${Math.floor(seconds / 60)}:${String(seconds % 60).padStart(2, "0")}`;
-}
-
 /** @param {State} state */
 function renderLog(state) {
+  const newest = state.notices.at(-1);
   const wanted = [
     ...state.transcript.lines.map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
     ...state.runs.map((run) => ({ key: `run${run.key}`, at: run.at, draw: drawRun, data: carded(run, state) })),
-    ...state.notices.map((notice) => ({ key: `notice${notice.key}`, at: notice.at, draw: drawNotice, data: notice })),
+    ...state.notices.map((notice) => ({ key: `notice${notice.key}`, at: notice.at, draw: drawNotice, data: { ...notice, offersCall: notice.offersCall && state.phase === "idle" && notice === newest } })),
   ].sort((a, b) => a.at - b.at);
   draw(log, items, wanted);
   if (atEnd) log.scrollTop = log.scrollHeight;
@@ -309,10 +310,14 @@ function drawLine(element, line) {
   element.replaceChildren(make("span", "unseen", line.speaker === "user" ? "You: " : "Voice: "), line.text);
 }
 
-/** @param {HTMLElement} element @param {{level: string, text: string}} notice */
+/** @param {HTMLElement} element @param {{level: string, text: string, offersCall: boolean}} notice */
 function drawNotice(element, notice) {
   element.className = `notice ${notice.level}`;
-  element.textContent = notice.text;
+  element.replaceChildren(make("p", "", notice.text));
+  if (!notice.offersCall) return;
+  const button = make("button", "", "Reconnect");
+  button.addEventListener("click", () => actions.start());
+  element.append(button);
 }
 
 /** @type {Record<string, string>} */

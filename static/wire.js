@@ -27,7 +27,9 @@ export class LineDecoder {
 /** @type {Map<string, (event: any) => Event | null>} */
 const FROM_VOICE = new Map(Object.entries({
   "session.started": (e) => ({ type: "started", expiresAt: number(e.session?.expires_at) }),
-  "session.closed": (e) => ({ type: "closed", reason: string(e.reason) ?? "", seconds: number(e.usage?.seconds) }),
+  "session.paused": () => ({ type: "paused" }),
+  "session.resumed": () => ({ type: "resumed" }),
+  "session.closed": (e) => ({ type: "closed", reason: string(e.reason) ?? "", ...counted(e) }),
   "session.input_transcript.delta": (e) => heard("user", e),
   "session.output_transcript.delta": (e) => heard("assistant", e),
   "session.delegation.created": (e) =>
@@ -36,7 +38,7 @@ const FROM_VOICE = new Map(Object.entries({
     // Without its place it cannot tell which words came after it.
     number(e.end_ms) === null ? null : { type: "placed", sent: string(e.client_event_id), endMs: e.end_ms },
   "session.thinking.appended": () => null,
-  "session.usage.updated": (e) => (number(e.usage?.seconds) === null ? null : { type: "usage", seconds: e.usage.seconds }),
+  "session.usage.updated": (e) => (number(e.usage?.seconds) === null ? null : { type: "usage", ...counted(e) }),
   error: (e) => ({
     type: "trouble",
     code: string(e.error?.code) ?? "",
@@ -49,6 +51,12 @@ const FROM_VOICE = new Map(Object.entries({
 function heard(speaker, e) {
   if (!string(e.delta)) return null;
   return { type: "heard", speaker, text: e.delta, startMs: number(e.start_ms) ?? 0, endMs: number(e.end_ms) ?? 0, id: string(e.event_id) };
+}
+
+/** What the service says of the session so far, cumulative; `pausedSeconds` where it can pause. @param {any} e */
+function counted(e) {
+  const pausedSeconds = number(e.usage?.paused_seconds);
+  return { seconds: number(e.usage?.seconds), ...(pausedSeconds === null ? {} : { pausedSeconds }) };
 }
 
 /** @param {any} value */

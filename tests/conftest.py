@@ -28,6 +28,7 @@ PACKAGES = {
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
     "test_figures.py": ("playwright", "aiortc", "aiohttp"),
     "test_hostile.py": ("playwright", "aiortc", "aiohttp"),
+    "test_lifecycle.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
     "test_long_talk.py": ("playwright", "aiortc", "aiohttp"),
     "test_pair.py": ("zxingcpp",),

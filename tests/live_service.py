@@ -76,6 +76,9 @@ CLIENT_EVENTS = (
     "session.input_audio.unmute",
     "session.close",
 )
+# What is placed while the session is paused is not documented, so a client waits.
+WHILE_PAUSED = ("session.input_audio.mute", "session.input_audio.unmute", "session.close")
+PAUSE_PASSES = 0.5  # seconds until the client must know of it
 SERVER_EVENTS = (
     "info",
     "error",
@@ -624,6 +627,11 @@ class LiveSession:
         await self._finish(reason)
 
     @from_test
+    def lose_voice(self):
+        """Send no more audio; the transcript goes on."""
+        self._peer.getSenders()[0].replaceTrack(None)
+
+    @from_test
     async def drop(self):
         """Lose the peer connection in the open: the channel closes, without a last word."""
         self._end("connection_lost")
@@ -880,6 +888,9 @@ class LiveSession:
         if self._client_events != "all" and kind not in self._client_events:
             raise Refusal("not permitted on this data channel", "permission_denied", "type")
         check_event(event)
+        asleep = self.paused and time.monotonic() - self._paused_at > PAUSE_PASSES
+        if asleep and kind not in WHILE_PAUSED:
+            self._service.violation(f"{kind}: sent while the session was paused")
         if event.get("delegation_id") not in [None, *self.delegations]:
             raise Refusal("unknown delegation_id", param="delegation_id")
         if "content" in event and len(self._unplaced) >= UNPLACED_APPENDS:

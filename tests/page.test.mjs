@@ -23,13 +23,15 @@ import { describe, test } from "node:test";
 import * as call from "../static/call.js";
 import * as demo from "../static/demo.js";
 import { parse } from "../static/markdown.js";
+import * as meter from "../static/meter.js";
 import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
 import * as transcript from "../static/transcript.js";
+import * as watch from "../static/watch.js";
 import * as wire from "../static/wire.js";
 
 const TICK_MS = 200;
-const OF_SESSION = ["opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound"];
+const OF_SESSION = ["paused", "resumed", "allowed", "media", "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound"];
 
 const bytes = (text) => new TextEncoder().encode(text).length;
 
@@ -83,6 +85,7 @@ class Watched {
 
   #shown(effect) {
     if (["drop", "release"].includes(effect.do) && effect.attempt === this.state.attempt) this.open = false;
+    if (effect.do === "takeOver") this.open = this.state.phase === "live";
     if (effect.do !== "send") return effect;
     const { type, event_id: id, content, delegation_id: delegation } = effect.message;
     assert.ok(this.open, `${type} was sent before the session started or after its end`);
@@ -96,8 +99,8 @@ class Watched {
   }
 
   #checkBounds() {
-    const { transcript: said, speech: queue, runs, notices, delegations } = this.state;
-    const sizes = [said.lines, said.seen, queue.waiting, runs, notices, delegations, ...runs.map((run) => run.tools)];
+    const { transcript: said, speech: queue, runs, notices, delegations, held } = this.state;
+    const sizes = [said.lines, said.seen, queue.waiting, runs, notices, delegations, held, ...runs.map((run) => run.tools)];
     for (const list of [...sizes, ...said.lines.map((line) => line.fragments)]) assert.ok(list.length <= 500, "a list has no bound");
   }
 }
@@ -117,7 +120,7 @@ function isLike(value, expected, part) {
 
 /** The effects as a trace sees them. */
 function shown(trace, effects) {
-  return trace.keeps ? effects : effects.filter((effect) => effect.do !== "keep");
+  return effects.filter(({ do: what }) => (what !== "keep" || trace.keeps) && (what !== "meter" || trace.meters));
 }
 
 /** The state as a trace sees it. */
@@ -202,6 +205,11 @@ const EVENTS = [
   { type: "trouble", sent: null, code: "invalid_value", message: "" },
   { type: "sound", on: true },
   { type: "usage", seconds: 9 },
+  { type: "paused" },
+  { type: "resumed" },
+  { type: "allowed", secondsLeft: 200 },
+  { type: "media", sent: 9000, received: 9000 },
+  { type: "agreed", terms: { ...call.START.terms, greeting: "Hello!" } },
   { type: "mute", on: true },
   { type: "stopSpeaking" },
   { type: "typed", text: "Check the wiki.", id: "9" },
@@ -354,11 +362,15 @@ class Walk {
       [1, { type: "link", broken: this.random(6) === 0 }],
       [1, { type: "trouble", sent: this.#one(["newest", null]), code: "", message: "" }],
       [1, { type: "usage", seconds: id }],
+      [2, { type: this.#one(["paused", "resumed", "resumed"]) }],
+      [1, { type: "allowed", secondsLeft: this.#one([null, 100000]) }],
+      [1, { type: "media", sent: at, received: at }],
+      [state.renewal ? 9 : 0, { ...this.#one([{ type: "opened", sessionId: `s${id}` }, { type: "started", expiresAt: 60, wallMs: 0 }, { type: "failed", message: "No." }]), attempt: state.renewal?.attempt }],
       [1, { type: "notice", level: "info", text: `${id}` }],
       [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], seconds: 0, delivered: false, result: null }] }],
       [1, { type: "stopSpeaking" }],
       [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }])],
-      [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started" }])],
+      [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started", expiresAt: 60, wallMs: 0 }])],
     ];
     const event = this.#weighted(events);
     const old = OF_SESSION.includes(event.type) && this.random(20) === 0;
@@ -409,7 +421,7 @@ class Walk {
     if (event.type === "claimed" && this.#claims.delete(event.key) && event.mine !== null) this.#claimed.set(event.key, event.mine);
     const effects = this.watched.play(event);
     const { state } = this.watched;
-    if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
+    if (state.phase !== "live" || state.attempt !== before.attempt) for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     for (const effect of effects) this.#check(effect);
     const stopping = state.runs.filter((r) => r.stopAsked && !r.result).map((r) => r.key);
     const unwanted = state.speech.waiting.filter(({ kind, run }) => ["progress", "question"].includes(kind) && stopping.includes(run));
@@ -486,6 +498,57 @@ describe("a random walk", () => {
   }
 });
 
+// ---- meter.js, watch.js
+
+describe("the meter", () => {
+  const prices = { active: 0.05, standby: 0.02, currency: "$" };
+  const after = (/** @type {number} */ seconds, before = meter.NOTHING) => meter.end(meter.begin(before, 1000), 1000 + seconds * 1000);
+
+  test("a moment costs what the session then was", () => {
+    const slept = meter.sleep(meter.begin(meter.NOTHING, 0), true, 240_000);
+
+    assert.equal(meter.words(meter.begin(meter.NOTHING, 0), prices, 252_900).ours, "4:12 · $0.21");
+    assert.equal(meter.words(slept, prices, 540_000).ours, "9:00 (5:00 paused) · $0.30");
+    assert.equal(meter.words(meter.sleep(slept, false, 540_000), prices, 600_000).ours, "10:00 (5:00 paused) · $0.35");
+  });
+
+  test("a call is the sum of its sessions, by both counts", () => {
+    const second = meter.count(meter.begin(meter.end(meter.count(meter.begin(meter.NOTHING, 0), 58, 5), 60_000), 90_000), 25);
+
+    assert.deepEqual(meter.words(second, prices, 120_000), { ours: "1:30 · $0.07", theirs: " · OpenAI: 1:23 (0:05 paused)" });
+    assert.deepEqual(meter.words(after(30, after(30)), prices, 900_000), { ours: "1:00 · $0.05", theirs: "" });
+  });
+
+  test("a currency of letters stands apart, and hours are minutes", () => {
+    assert.equal(meter.words(after(3725), { ...prices, currency: "EUR" }, 0).ours, "62:05 · EUR 3.10");
+  });
+
+  test("a cap that was raised is warned of anew", () => {
+    const [told, first] = meter.warn(meter.allow(meter.NOTHING, 290, 0), 0);
+    const [, again] = meter.warn(meter.allow(told, 280, 10_000), 10_000);
+    const raised = meter.allow(told, 900, 20_000);
+
+    assert.deepEqual([first, again], ["5 minutes", ""]);
+    assert.equal(meter.warn(raised, 20_000)[1], "");
+    assert.equal(meter.warn(raised, 620_000)[1], "5 minutes");
+    assert.equal(meter.warn(meter.allow(told, null, 0), 9e9)[1], "");
+    assert.ok(meter.isUsedUp(raised, 918_000) && !meter.isUsedUp(meter.allow(raised, null, 0), 9e9));
+  });
+});
+
+describe("how long a session lives", () => {
+  for (const [about, expiresAt, wallMs, lives] of [
+    ["two hours by both clocks", 1_000_007_200, 1_000_000_000_000, 7_200_000],
+    ["what the service says, if it is less", 1_000_000_090, 1_000_000_000_000, 90_000],
+    ["our clock is slow", 1_000_007_200, 999_996_400_000, 7_200_000],
+    ["our clock is two hours fast", 1_000_007_200, 1_000_007_200_000, 7_200_000],
+    ["the service says nothing", null, 1_000_000_000_000, 7_200_000],
+    ["nobody read the clock", 1_000_007_200, undefined, 7_200_000],
+  ]) {
+    test(about, () => assert.equal(watch.lifetime(expiresAt, wallMs), lives));
+  }
+});
+
 // ---- wire.js
 
 // As the vendor's messages look on the data channel, and what they are here.
@@ -529,10 +592,10 @@ const FROM_VOICE = [
   [{ type: "session.input_audio.muted", event_id: "event_07", client_event_id: "mute_1" }, null],
   [
     { type: "session.usage.updated", event_id: "event_08", usage: { seconds: 30, active_seconds: 20, paused_seconds: 10 }, context_window: { usage_ratio: 0.0089 } },
-    { type: "usage", seconds: 30 },
+    { type: "usage", seconds: 30, pausedSeconds: 10 },
   ],
-  [{ type: "session.paused", event_id: "event_09" }, null],
-  [{ type: "session.resumed", event_id: "event_10" }, null],
+  [{ type: "session.paused", event_id: "event_09" }, { type: "paused" }],
+  [{ type: "session.resumed", event_id: "event_10" }, { type: "resumed" }],
   [
     {
       type: "error",
