@@ -229,7 +229,14 @@ async function begin() {
   try {
     const config = await api.get("config");
     view.hideTokenEntry();
-    dispatch({ type: "configured", idleSeconds: config.idle_seconds, stopPhrases: config.stop_phrases, page });
+    dispatch({
+      type: "configured",
+      idleSeconds: config.idle_seconds,
+      stopPhrases: config.stop_phrases,
+      goOnPhrases: config.go_on_phrases ?? ["go on", "continue", "weiter"],
+      repeatPhrases: config.repeat_phrases ?? ["say that again", "repeat that", "again", "noch einmal"],
+      page,
+    });
     const { conversations } = await api.get("conversations");
     // A device that has no conversation yet goes on with the newest, unless it has begun one.
     const untouched = !known && !state.runs.length && !state.transcript.lines.length;
@@ -252,6 +259,8 @@ view.bind({
   hangUp: () => dispatch({ type: "hangUp" }),
   mute: () => dispatch({ type: "mute", on: !state.muted }),
   stopSpeaking: () => dispatch({ type: "stopSpeaking" }),
+  goOn: () => dispatch({ type: "goOn" }),
+  sayAgain: () => dispatch({ type: "sayAgain" }),
   stopTask: () => {
     for (const run of state.runs.filter((r) => !r.result && !r.stopAsked)) dispatch({ type: "stopRun", key: run.key });
   },

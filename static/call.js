@@ -13,6 +13,7 @@
 //   delegation  settling -> sent, captured (it answers a question) -> answered
 //   answer      due -> asked (the server is asked for the right to tell it) -> mine -> told
 //   question    queued -> asked (its append is placed) -> answering -> closed
+//   command     all of the user's newest words: stop, go on, say that again -> obeyed
 //
 // What must stay true:
 //
@@ -23,7 +24,9 @@
 //   5. A spoken answer to a question is made of words that began after it was placed.
 //   6. A result is told by one page only: the one whose claim came first.
 //   7. A session that connects after the user hung up is closed, not ignored.
+//   8. A command becomes no run, whether the model hands it over or not.
 
+import { isOneOf } from "./phrases.js";
 import * as speech from "./speech.js";
 import * as transcript from "./transcript.js";
 import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wire.js";
@@ -36,13 +39,14 @@ import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wi
  *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string}} Question
  *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
  *   this session, `asked`: how often; `afterMs`: the place of its last append
- * @typedef {{key: string, runId: string | null, at: number, request: string, state: string,
+ * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
  *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
  *   stopAsked: boolean, retries: number, following: boolean, followAt: number,
  *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
  *   owed: string[], claim: "" | "due" | "asked" | "mine" | "told", claimAt: number}} Run
+ *   `about` is the request it began with, `request` the newest that it answers.
  *   `owed` is what is to be said of its end, `attempt` the call in which it was asked.
  *   `lines` are kept until the server has named the run, `batches` of words until Hermes
  *   has taken it.
@@ -62,6 +66,7 @@ const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
 const SAY_FIRST_MS = 8000; // until progress is said aloud; then rarely
 const ASK_MOST = 3; // times one question is asked aloud
+const AGAIN_MS = 10000; // in which a delegation without new words is about the words before
 const RUNS_KEPT = 100;
 const TOOLS_KEPT = 50;
 const NOTICES_KEPT = 30;
@@ -88,6 +93,9 @@ export const START = {
   seconds: /** @type {number | null} */ (null), // of the session, by the vendor's count
   idleMs: 300000,
   /** @type {string[]} */ stopPhrases: [],
+  /** @type {string[]} */ goOnPhrases: [],
+  /** @type {string[]} */ repeatPhrases: [],
+  actedAt: -1e9, // when words of the user last went where they belong
   page: "", // makes the keys of this page's lines its own
   linesAt: 0, // when a line last changed that the server does not have
   now: 0,
@@ -104,7 +112,7 @@ export const START = {
 
 /** @type {Record<string, (state: State, event: any) => Step>} */
 const ALWAYS = {
-  configured: (state, e) => [{ ...state, idleMs: e.idleSeconds * 1000, stopPhrases: e.stopPhrases, page: e.page }, []],
+  configured,
   recalled,
   claimed,
   leave: (state) => keep(state),
@@ -126,7 +134,7 @@ const ALWAYS = {
 const TABLE = {
   idle: { ...ALWAYS, dial, opened: late },
   connecting: { ...ALWAYS, opened, started, failed, lost, closed: lost, hangUp: abandon },
-  live: { ...ALWAYS, hangUp: close, heard, delegated, placed, sound, trouble, usage, closed, lost, link, stopSpeaking },
+  live: { ...ALWAYS, hangUp: close, heard, delegated, placed, sound, trouble, usage, closed, lost, link, stopSpeaking, goOn: tellRest, sayAgain: tellAgain },
   closing: { ...ALWAYS, heard, usage, closed, lost },
 };
 
@@ -149,18 +157,22 @@ export function step(state, event) {
   return pump(...rule(now, event));
 }
 
+const CUT_OFF = "The user talked over you. The rest of that answer is kept: it comes when they ask to go on.";
+
 /** Send what may be said at this moment. @param {State} state @param {Effect[]} effects @returns {Step} */
 function pump(state, effects) {
   // Over a broken connection it might be lost, and nobody would know.
   if (state.phase !== "live" || state.shakyAt !== null) return [state, effects];
   const id = `say_${state.attempt}_${state.counter}`;
   const [next, piece] = speech.next(state.speech, id, state.now);
-  if (!piece) return [next === state.speech ? state : { ...state, speech: next }, effects];
+  const moved = next === state.speech ? state : { ...state, speech: next };
+  const [after, notes] = next.kept === state.speech.kept ? [moved, []] : note(moved, CUT_OFF, null);
+  if (!piece) return [after, [...effects, ...notes]];
   const unmuted = state.silenced ? [{ do: "silence", on: false }] : [];
   const send = { do: "send", message: commentary(id, piece.text, known(state, piece.delegation)) };
-  const sent = { ...state, speech: next, counter: state.counter + 1, silenced: false };
+  const sent = { ...after, counter: after.counter + 1, silenced: false };
   const told = piece.kind === "question" ? questionChanged(sent, piece.run, { sentAs: id }) : sent;
-  return [told, [...effects, ...unmuted, send]];
+  return [told, [...effects, ...notes, ...unmuted, send]];
 }
 
 /** A delegation's id, if it was made on this connection. @param {State} state @param {string | null} id */
@@ -173,6 +185,11 @@ function note(state, text, delegation) {
   if (state.phase !== "live") return [state, []];
   const message = thinking(`note_${state.attempt}_${state.counter}`, text, known(state, delegation));
   return [{ ...state, counter: state.counter + 1 }, [{ do: "send", message }]];
+}
+
+/** The same for several delegations. @param {State} state @param {string} text @param {string[]} ids @returns {Step} */
+function noteAll(state, text, ids) {
+  return each(state, ...ids.map((id) => (/** @type {State} */ s) => note(s, text, id)));
 }
 
 /** @param {State} state @param {"info" | "error"} level @param {string} text @returns {State} */
@@ -311,8 +328,10 @@ function requeued(run) {
 
 /** What was not said of a result is told in the next session. @param {Run} run @param {speech.Speech} queue @returns {Run} */
 function untold(run, queue) {
-  const left = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key).length;
-  return left ? { ...run, claim: "mine", owed: run.owed.slice(-left) } : run;
+  const waiting = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key);
+  // It may wait behind what leads to it, or as a half.
+  const left = run.owed.filter((text) => waiting.some((piece) => piece.text.endsWith(text) || text.endsWith(piece.text)));
+  return left.length ? { ...run, claim: "mine", owed: left } : run;
 }
 
 /** The queue of a session that is over. @param {speech.Speech} queue @returns {speech.Speech} */
@@ -330,6 +349,12 @@ function usage(state, event) {
   return [{ ...state, seconds: event.seconds }, []];
 }
 
+/** How this server is set up. @param {State} state @param {Event} event @returns {Step} */
+function configured(state, event) {
+  const { stopPhrases, goOnPhrases = [], repeatPhrases = [], page } = event;
+  return [{ ...state, idleMs: event.idleSeconds * 1000, stopPhrases, goOnPhrases, repeatPhrases, page }, []];
+}
+
 /** @param {State} state @param {Event} event @returns {Step} */
 function mute(state, event) {
   const next = { ...state, muted: event.on, counter: state.counter + 1 };
@@ -340,10 +365,23 @@ function mute(state, event) {
 
 /** Silence at once; the work goes on. @param {State} state @returns {Step} */
 function stopSpeaking(state) {
-  const dropped = speech.forget(state.speech, (piece) => piece.kind !== "question");
-  const next = { ...state, silenced: true, speech: { ...dropped, current: null } };
+  const next = { ...state, silenced: true, speech: speech.hush(state.speech) };
   const [told, effects] = note(next, "The user pressed 'Stop speaking': be quiet until they speak again.", null);
   return [told, [{ do: "silence", on: true }, ...effects]];
+}
+
+/** Say the rest of what was cut off. @param {State} state @returns {Step} */
+function tellRest(state) {
+  const first = state.speech.kept[0];
+  const run = state.runs.find((r) => r.key === first?.run);
+  const title = run ? titleOf(state, run) : "";
+  const lead = title && !first.text.startsWith(title) ? [{ ...first, text: title }] : [];
+  return [{ ...state, speech: speech.goOn(state.speech, lead, state.now) }, []];
+}
+
+/** Say the last answer once more. @param {State} state @returns {Step} */
+function tellAgain(state) {
+  return [{ ...state, speech: speech.again(state.speech, state.now) }, []];
 }
 
 /** The voice began or ceased to sound. @param {State} state @param {Event} event @returns {Step} */
@@ -357,8 +395,9 @@ function sound(state, event) {
 function trouble(state, event) {
   const current = state.speech.current;
   if (!current || event.sent !== current.id) return [state, []];
-  const said = { ...state, speech: { ...state.speech, current: null } };
-  return [notify(said, "error", "The voice could not say something. It is on the screen."), []];
+  const [left, givenUp] = speech.refused(state.speech, event.code === "invalid_value");
+  const next = { ...state, speech: left };
+  return [givenUp ? notify(next, "error", "The voice could not say something. It is on the screen.") : next, []];
 }
 
 /** An append has its place in the timeline. @param {State} state @param {Event} event @returns {Step} */
@@ -379,7 +418,8 @@ function heard(state, event) {
   const words = /** @type {any} */ (event);
   const added = transcript.add(state.transcript, words, state.attempt, state.now);
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
-  if (event.speaker === "user") next.speech = { ...state.speech, userAt: state.now };
+  const isSound = transcript.isSound(words.text);
+  next.speech = event.speaker === "user" ? speech.listened(state.speech, state.now, !isSound) : speech.voiced(state.speech, words.text);
   return [next, []];
 }
 
@@ -433,6 +473,7 @@ function delegate(state, key, ids) {
     ...state,
     transcript: handed,
     heardAt: state.now,
+    actedAt: state.now,
     runs: [...state.runs, run].slice(-RUNS_KEPT),
     delegations: assign(state.delegations, ids, "sent", key),
   };
@@ -447,7 +488,7 @@ function assign(delegations, ids, stage, run) {
 /** @param {State} state @param {string} key @param {string | null} runId @param {string} request @returns {Run} */
 function newRun(state, key, runId, request) {
   return {
-    key, runId, request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
+    key, runId, request, about: request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
     result: null, seq: 0, since: state.now, stopAsked: false, retries: 0, following: true, followAt: 0, noted: "",
     notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
   };
@@ -694,10 +735,18 @@ function claimed(state, event) {
   return note(next, "The answer to this was told by another page.", delegationOf(state, run.key));
 }
 
-/** Say a run's end; one that was asked in an earlier call is introduced. @param {State} state @param {Run} run @returns {State} */
+/** What leads to a result that is not about what was asked last. @param {State} state @param {Run} run */
+function titleOf(state, run) {
+  // Words that the server has not taken up yet may still join this run.
+  const later = state.runs.slice(state.runs.findIndex((r) => r.key === run.key) + 1).some((other) => other.request && other.runId);
+  const isEarlier = run.attempt !== state.attempt || (later && run.result?.finish !== "cancelled");
+  return isEarlier && run.about ? `About what you asked before, “${cut(run.about, TITLE_BYTES)}”:` : "";
+}
+
+/** Say a run's end. @param {State} state @param {Run} run @returns {State} */
 function tell(state, run) {
   const [first, ...others] = run.owed;
-  const title = run.attempt !== state.attempt && run.request ? `About what you asked before, “${cut(run.request, TITLE_BYTES)}”:` : "";
+  const title = titleOf(state, run);
   const together = `${title} ${first}`.trim();
   const pieces = title && !fits(together) ? [title, ...run.owed] : [together, ...others];
   const told = changed(state, run.key, (r) => ({ ...r, claim: "told" }));
@@ -773,7 +822,7 @@ function moveOn(state, key) {
 
 /** @param {State} state @returns {Step} */
 function tick(state) {
-  return each(state, watchSession, settle, listenForAnswer, listenForStop, reportProgress, followAgain, claimDue, keepLines);
+  return each(state, watchSession, settle, listenForAnswer, listenForCommand, reportProgress, followAgain, claimDue, keepLines);
 }
 
 /** @param {State} state @returns {Step} */
@@ -804,7 +853,8 @@ function settle(state) {
   const words = transcript.isAsking(state.transcript);
   const enough = transcript.endsSentence(state.transcript) ? SETTLE_ENDED_MS : SETTLE_MS;
   if (waited < SETTLE_MOST_MS && (!words || quiet < enough)) return [state, []];
-  if (words && saysStop(state)) return spokenStop(state, ids);
+  const command = words && spokenCommand(state);
+  if (command) return command(state, ids);
   return words ? delegate(state, ids[0], ids) : withoutWords(state, ids);
 }
 
@@ -812,9 +862,12 @@ function settle(state) {
 function withoutWords(state, ids) {
   const done = { ...state, delegations: assign(state.delegations, ids, "answered", null) };
   if (state.runs.some((run) => !run.result)) {
-    const text = "Nothing new was asked. Hermes is still working on what was asked before; its answer comes later.";
-    return each(done, ...ids.map((id) => (/** @type {State} */ s) => note(s, text, id)));
+    return noteAll(done, "Nothing new was asked. Hermes is still working on what was asked before; its answer comes later.", ids);
   }
+  // The model hands some requests over twice, the second time when they are answered.
+  const acted = Math.max(state.actedAt, ...state.runs.map((run) => run.at));
+  const asked = state.delegations.find((d) => d.id === ids[0])?.at ?? state.now;
+  if (asked - acted < AGAIN_MS) return noteAll(done, "Nothing new was asked since the last answer.", ids);
   return [say(done, "notice", ["Sorry, I did not catch what you want me to do. Could you say it again?"], ids[ids.length - 1], null), []];
 }
 
@@ -827,18 +880,12 @@ function listenForAnswer(state) {
   const after = (f, line) => line.speaker === "user" && line.session === state.attempt && !line.typed && f.startMs >= question.afterMs;
   const words = transcript.pending(state.transcript, after);
   if (!words.length || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
-  if (saysStop(state)) return spokenStop(state, []);
+  const command = spokenCommand(state);
+  if (command) return command(state, []);
   const [handed] = transcript.hand(state.transcript, after);
   const next = questionChanged(state, run.key, { stage: "answering" });
   const text = words.map((line) => line.text).join(" ");
   return [{ ...next, transcript: handed }, [{ do: "approve", key: run.key, runId: run.runId, requestId: question.requestId, heard: text }]];
-}
-
-/** Whether the user's newest words, all of them, ask to stop what is running. @param {State} state */
-function saysStop(state) {
-  const plain = (/** @type {string} */ text) => text.toLowerCase().replace(/[^\p{L}\p{N}' ]/gu, " ").replace(/\b(?:hermes|please|bitte)\b/g, " ").replace(/\s+/g, " ").trim();
-  const said = plain(transcript.newestWords(state.transcript, state.attempt));
-  return stoppable(state).length > 0 && state.stopPhrases.some((phrase) => plain(phrase) === said);
 }
 
 /** The runs that the user's newest words can be about. @param {State} state */
@@ -846,22 +893,54 @@ function stoppable(state) {
   return state.runs.filter((run) => !run.result && !run.stopAsked && run.at <= state.speech.userAt);
 }
 
-/** A stop that the model did not hand over. @param {State} state @returns {Step} */
-function listenForStop(state) {
-  const settling = state.delegations.some((d) => d.state === "settling");
-  if (state.phase !== "live" || settling || state.now - state.speech.userAt < UTTERANCE_MS || !saysStop(state)) return [state, []];
-  return spokenStop(state, []);
+/** What the user's newest words, all of them, ask of the call itself. @param {State} state @returns {((state: State, ids: string[]) => Step) | null} */
+function spokenCommand(state) {
+  const said = transcript.newestWords(state.transcript, state.attempt);
+  // What was said before there was anything to go on with is about something else.
+  const since = (/** @type {speech.Piece[]} */ pieces) => pieces.length > 0 && pieces[0].at <= state.speech.userAt;
+  if (stoppable(state).length && isOneOf(said, state.stopPhrases)) return spokenStop;
+  if (openQuestion(state)) return isOneOf(said, state.repeatPhrases) ? spokenAskAgain : null;
+  if (since(state.speech.kept) && isOneOf(said, state.goOnPhrases)) return spokenGoOn;
+  if (since(state.speech.last) && isOneOf(said, state.repeatPhrases)) return spokenSayAgain;
+  return null;
 }
 
-/** Stop by voice; `ids` are the delegations that came with it. @param {State} state @param {string[]} ids @returns {Step} */
-function spokenStop(state, ids) {
+/** A command that the model did not hand over. @param {State} state @returns {Step} */
+function listenForCommand(state) {
+  const settling = state.delegations.some((d) => d.state === "settling");
+  if (state.phase !== "live" || settling || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
+  return spokenCommand(state)?.(state, []) ?? [state, []];
+}
+
+/** The user's newest words are a command; `ids` are the delegations that came with it. @param {State} state @param {string[]} ids @param {string | null} run @returns {State} */
+function commanded(state, ids, run) {
   const newest = state.transcript.lines.findLast((line) => line.speaker === "user");
   const [handed] = transcript.hand(state.transcript, (_, line) => line === newest);
+  return { ...state, transcript: handed, actedAt: state.now, delegations: assign(state.delegations, ids, run ? "sent" : "answered", run) };
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenGoOn(state, ids) {
+  return each(commanded(state, ids, null), (s) => noteAll(s, "The rest of the answer follows.", ids), tellRest);
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenSayAgain(state, ids) {
+  return each(commanded(state, ids, null), (s) => noteAll(s, "The last answer follows once more.", ids), tellAgain);
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenAskAgain(state, ids) {
+  const key = openQuestion(state)?.key ?? "";
+  return each(commanded(state, ids, null), (s) => noteAll(s, "The question follows once more.", ids), (s) => ask(s, key, ""));
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenStop(state, ids) {
   const running = stoppable(state);
   const key = running[running.length - 1].key;
-  const next = { ...state, transcript: handed, delegations: assign(state.delegations, ids, "sent", key) };
   return each(
-    next,
+    commanded(state, ids, key),
     ...running.map((run) => (/** @type {State} */ s) => stopRun(s, { type: "stopRun", key: run.key })),
     (s) => [say(s, "notice", ["I am asking Hermes to stop."], ids[0] ?? null, key), []],
   );

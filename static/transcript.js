@@ -100,9 +100,14 @@ export function pending(transcript, wanted = () => true) {
     .filter((line) => line.text);
 }
 
+/** Whether a text is only a sound of listening. @param {string} text */
+export function isSound(text) {
+  return SOUND.test(text.trim());
+}
+
 /** Whether the user has said something that has not been handed over. @param {Transcript} transcript */
 export function isAsking(transcript) {
-  return pending(transcript).some((line) => line.speaker === "user" && !SOUND.test(line.text));
+  return pending(transcript).some((line) => line.speaker === "user" && !isSound(line.text));
 }
 
 /**

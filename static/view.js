@@ -29,6 +29,8 @@ const start = find("start", HTMLButtonElement);
 const hangUp = find("hang-up", HTMLButtonElement);
 const mute = find("mute", HTMLButtonElement);
 const stopSpeaking = find("stop-speaking", HTMLButtonElement);
+const goOn = find("go-on", HTMLButtonElement);
+const sayAgain = find("say-again", HTMLButtonElement);
 const stopTask = find("stop-task", HTMLButtonElement);
 const conversations = find("conversations", HTMLButtonElement);
 const talks = find("talks", HTMLDialogElement);
@@ -53,7 +55,8 @@ let atEnd = true;
 let actions = { approve() {}, switchTo() {}, forget() {} };
 
 /**
- * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, stopTask(): void,
+ * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, goOn(): void,
+ *   sayAgain(): void, stopTask(): void,
  *   send(text: string): void, token(token: string, remember: boolean): void,
  *   conversations(): void} & Actions} callbacks
  */
@@ -64,6 +67,8 @@ export function bind(callbacks) {
   hangUp.addEventListener("click", callbacks.hangUp);
   mute.addEventListener("click", callbacks.mute);
   stopSpeaking.addEventListener("click", callbacks.stopSpeaking);
+  goOn.addEventListener("click", callbacks.goOn);
+  sayAgain.addEventListener("click", callbacks.sayAgain);
   stopTask.addEventListener("click", callbacks.stopTask);
   conversations.addEventListener("click", callbacks.conversations);
   talksNew.addEventListener("click", () => callbacks.switchTo(""));
@@ -163,6 +168,9 @@ export function render(state) {
   mute.ariaPressed = String(state.muted);
   show(mute, state.muted ? "Unmute" : "Mute");
   stopSpeaking.hidden = state.phase !== "live" || state.silenced || !state.speech.sounding;
+  const mayTell = state.phase === "live" && (state.silenced || !state.speech.sounding);
+  goOn.hidden = !mayTell || !state.speech.kept.length;
+  sayAgain.hidden = !mayTell || !state.speech.last.length;
   stopTask.hidden = !working;
   stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
   compose.hidden = conversations.hidden = !entry.hidden;

@@ -22,6 +22,7 @@ import { describe, test } from "node:test";
 
 import * as call from "../static/call.js";
 import { parse } from "../static/markdown.js";
+import { isOneOf } from "../static/phrases.js";
 import * as speech from "../static/speech.js";
 import * as transcript from "../static/transcript.js";
 import * as wire from "../static/wire.js";
@@ -95,7 +96,7 @@ class Watched {
 
   #checkBounds() {
     const { transcript: said, speech: queue, runs, notices, delegations } = this.state;
-    const sizes = [said.lines, said.seen, queue.waiting, runs, notices, delegations, ...runs.map((run) => run.tools)];
+    const sizes = [said.lines, said.seen, queue.waiting, queue.kept, queue.last, runs, notices, delegations, ...runs.map((run) => run.tools)];
     for (const list of [...sizes, ...said.lines.map((line) => line.fragments)]) assert.ok(list.length <= 500, "a list has no bound");
   }
 }
@@ -202,8 +203,10 @@ const EVENTS = [
   { type: "usage", seconds: 9 },
   { type: "mute", on: true },
   { type: "stopSpeaking" },
+  { type: "goOn" },
+  { type: "sayAgain" },
   { type: "typed", text: "Check the wiki.", id: "9" },
-  { type: "configured", idleSeconds: 60, stopPhrases: ["stop"], page: "p" },
+  { type: "configured", idleSeconds: 60, stopPhrases: ["stop"], goOnPhrases: ["go on"], repeatPhrases: ["again"], page: "p" },
   { type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "Check the build.", age: 90000 }] },
   { type: "claimed", key: "d1", mine: true },
   { type: "notKept" },
@@ -292,6 +295,9 @@ function numbers(seed) {
   };
 }
 
+/** A result without what leads to it. */
+const untitled = (text) => text.replace(/^About what you asked before, “.*”: /, "");
+
 /** The id of the run that a key stands for. */
 const idOf = (key) => (key.startsWith("r_") ? key : `r_${key}`);
 
@@ -314,7 +320,7 @@ class Walk {
 
   constructor(seed) {
     this.random = numbers(seed);
-    this.play({ type: "configured", idleSeconds: 7200, stopPhrases: ["stop"], page: "p" });
+    this.play({ type: "configured", idleSeconds: 7200, stopPhrases: ["stop"], goOnPhrases: ["go on"], repeatPhrases: ["again"], page: "p" });
     this.play({ type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "w0", age: 90000 }] });
   }
 
@@ -335,6 +341,7 @@ class Walk {
       [40, { type: "tick" }],
       [9, { type: "heard", speaker: "user", text: ` w${id}${this.#one([".", ""])}`, startMs: at + this.random(2000), endMs: at + 2000 }],
       [2, { type: "heard", speaker: "user", text: "Stop.", startMs: at + 4000, endMs: at + 4200 }],
+      [1, { type: "heard", speaker: "user", text: this.#one(["Go on.", "Again."]), startMs: at + 4000, endMs: at + 4200 }],
       [4, { type: "heard", speaker: "assistant", text: ` v${id}`, startMs: at, endMs: at + 200 }],
       [6, { type: "delegated", id: this.#one([`d${id}`, `d${id}`, state.delegations.at(-1)?.id ?? `d${id}`]) }],
       [9, { type: "placed", sent: this.#one(["newest", "newest", null, "say_0_0"]), endMs: at }],
@@ -354,7 +361,7 @@ class Walk {
       [1, { type: "usage", seconds: id }],
       [1, { type: "notice", level: "info", text: `${id}` }],
       [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], seconds: 0, delivered: false, result: null }] }],
-      [1, { type: "stopSpeaking" }],
+      [1, { type: this.#one(["stopSpeaking", "goOn", "sayAgain"]) }],
       [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }])],
       [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started" }])],
     ];
@@ -407,6 +414,7 @@ class Walk {
     if (event.type === "claimed" && this.#claims.delete(event.key) && event.mine !== null) this.#claimed.set(event.key, event.mine);
     const effects = this.watched.play(event);
     const { state } = this.watched;
+    this.#mayRepeat(event, before, state);
     if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     for (const effect of effects) this.#check(effect);
     const stopping = state.runs.filter((r) => r.stopAsked && !r.result).map((r) => r.key);
@@ -416,6 +424,13 @@ class Walk {
       if (!this.#told.has(id) && !before.delegations.some((d) => d.id === id && d.state === "answered")) this.#owed.add(id);
     }
     if (event.type === "stopSpeaking") this.#owed.clear();
+  }
+
+  /** What the user asked to hear again is not said twice. */
+  #mayRepeat(event, before, { speech: { waiting, current }, actedAt }) {
+    if (!["goOn", "sayAgain"].includes(event.type) && actedAt === before.actedAt) return;
+    const earlier = [...before.speech.kept, ...before.speech.last].map(({ text }) => text);
+    for (const { text } of current ? [...waiting, current.piece] : waiting) if (earlier.includes(text)) this.#said.delete(untitled(text));
   }
 
   #check(effect) {
@@ -428,7 +443,7 @@ class Walk {
       this.#claims.add(effect.key);
     }
     if (effect.do === "keep") for (const line of effect.lines) this.#kept.set(line.key, line.text);
-    const told = effect.do === "say" && effect.text.replace(/^About what you asked before, “.*”: /, "");
+    const told = effect.do === "say" && untitled(effect.text);
     if (this.#results.has(told)) {
       const run = this.#results.get(told);
       assert.ok(!this.#said.has(told), `said twice: ${told}`);
@@ -1002,6 +1017,42 @@ describe("speech.js", () => {
     assert.equal(queue.user(30_000).due(30_300), null);
     assert.equal(queue.when(30_400, 40_000), 30_800);
   });
+});
+
+describe("halves of what the model refused", () => {
+  const HALVES = [
+    ["One is well. Two is not.", ["One is well.", "Two is not."]],
+    ["“One is well.” So is two, they say.", ["“One is well.”", "So is two, they say."]],
+    ["测试环境一切正常。生产环境也是。", ["测试环境一切正常。", "生产环境也是。"]],
+    ["No. Everything else is as it was before the change", ["No. Everything else is as", "it was before the change"]],
+    ["It is 3.14159 and e.g.more", ["It is 3.14159", "and e.g.more"]],
+    ["abcdef", ["abc", "def"]],
+    ["👩‍👩‍👧‍👦👩‍👩‍👧‍👦", ["👩‍👩‍👧‍👦", "👩‍👩‍👧‍👦"]],
+    ["👩‍👩‍👧‍👦", ["👩‍👩‍👧‍👦"]],
+    ["e\u0301e\u0301", ["e\u0301", "e\u0301"]],
+    ["", [""]],
+  ];
+  for (const [text, expected] of HALVES) {
+    test(JSON.stringify(text), () => assert.deepEqual(speech.halves(text), expected));
+  }
+
+  for (const [script, text] of Object.entries(SCRIPTS)) {
+    test(`of ${script} are about as long, hold all of it, and only whole characters`, () => {
+      const long = text.repeat(400 / text.length).trim();
+
+      const [one, two] = speech.halves(long);
+
+      const left = long.slice(one.length, long.length - two.length);
+      assert.ok(long.startsWith(one) && long.endsWith(two) && !left.trim(), "something is missing");
+      assert.ok(Math.max(one.length, two.length) <= long.length * 0.8);
+      assert.ok([...new Intl.Segmenter().segment(long)].some(({ index }) => index === one.length), "a character was cut");
+    });
+  }
+});
+
+test("a phrase counts when it is all that was said", () => {
+  for (const said of ["Go on.", "go  on!", "Please go on, Hermes", "Bitte weiter.", "もう一度。", "नमस्ते"]) assert.ok(isOneOf(said, ["go on", "weiter", "もう一度", "नमस्ते"]), said);
+  for (const said of ["", "Please.", "Go on with the build.", "Don't go on.", "Weiterhin", "pleasego on"]) assert.ok(!isOneOf(said, ["go on", "weiter", " "]), said);
 });
 
 // ---- markdown.js
