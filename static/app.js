@@ -1,7 +1,7 @@
 // The hall: builds the parts, holds the state, carries out effects. It decides nothing.
 
 import { Api, ApiError } from "./api.js";
-import { START, step } from "./call.js";
+import { settlesAt, START, step } from "./call.js";
 import { CallError, Session } from "./rtc.js";
 import * as view from "./view.js";
 
@@ -13,6 +13,8 @@ const TICK_MS = 200;
 const api = new Api();
 let state = START;
 let timer = 0;
+/** For words that are complete between two ticks. */
+let wake = 0;
 /** @type {{attempt: number, session: Session} | null} */
 let current = null;
 /** @type {Map<string, AbortController>} */
@@ -36,6 +38,9 @@ function dispatch(event) {
   state = next;
   for (const effect of effects) EFFECTS[effect.do](effect);
   if (!timer) timer = window.setTimeout(redraw, 16);
+  clearTimeout(wake);
+  const wait = settlesAt(state) - performance.now();
+  if (wait < TICK_MS) wake = window.setTimeout(() => dispatch({ type: "tick" }), Math.max(1, wait));
 }
 
 function redraw() {

@@ -27,6 +27,7 @@
 //   8. A command becomes no run, whether the model hands it over or not.
 
 import { isOneOf } from "./phrases.js";
+import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
 import * as transcript from "./transcript.js";
 import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wire.js";
@@ -50,14 +51,11 @@ import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wi
  *   `owed` is what is to be said of its end, `attempt` the call in which it was asked.
  *   `lines` are kept until the server has named the run, `batches` of words until Hermes
  *   has taken it.
- * @typedef {{id: string, attempt: number, at: number, state: "settling" | "captured" | "sent" | "answered",
+ * @typedef {{id: string, attempt: number, at: number, placeMs: number | null, state: "settling" | "captured" | "sent" | "answered",
  *   run: string | null}} Delegation
  * @typedef {{key: number, level: "info" | "error", text: string, at: number}} Notice
  */
 
-const SETTLE_MS = 600; // of quiet after the last word
-const SETTLE_ENDED_MS = 250; // if that word ended a sentence
-const SETTLE_MOST_MS = 2500;
 const UTTERANCE_MS = 1300; // of quiet after which an answer is complete
 const START_MS = 25000; // from dialling until the session must have started
 const CLOSE_MS = 5000; // from session.close until we stop waiting for session.closed
@@ -67,6 +65,7 @@ const NOTE_AGAIN_MS = 30000; // with nothing new to tell
 const SAY_FIRST_MS = 8000; // until progress is said aloud; then rarely
 const ASK_MOST = 3; // times one question is asked aloud
 const AGAIN_MS = 10000; // in which a delegation without new words is about the words before
+const ECHO_MS = 3000; // words come up to 2 s after they were said
 const RUNS_KEPT = 100;
 const TOOLS_KEPT = 50;
 const NOTICES_KEPT = 30;
@@ -95,6 +94,8 @@ export const START = {
   /** @type {string[]} */ stopPhrases: [],
   /** @type {string[]} */ goOnPhrases: [],
   /** @type {string[]} */ repeatPhrases: [],
+  handed: 0, // the newest batch that was handed over
+  placesHold: true, // a delegation's place has been where its words are
   actedAt: -1e9, // when words of the user last went where they belong
   page: "", // makes the keys of this page's lines its own
   linesAt: 0, // when a line last changed that the server does not have
@@ -416,17 +417,23 @@ function placed(state, event) {
 /** @param {State} state @param {Event} event @returns {Step} */
 function heard(state, event) {
   const words = /** @type {any} */ (event);
-  const added = transcript.add(state.transcript, words, state.attempt, state.now);
+  const added = listen(state, transcript.add(state.transcript, words, state.attempt, state.now));
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
-  const isSound = transcript.isSound(words.text);
-  next.speech = event.speaker === "user" ? speech.listened(state.speech, state.now, !isSound) : speech.voiced(state.speech, words.text);
+  if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
+  else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
   return [next, []];
+}
+
+/** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */
+function listen(state, added) {
+  const isHeard = !state.silenced && (state.speech.sounding || state.now - state.speech.soundAt < ECHO_MS);
+  return isHeard ? transcript.markEcho(added, state.attempt) : added;
 }
 
 /** The model wants work done. @param {State} state @param {Event} event @returns {Step} */
 function delegated(state, event) {
   if (state.delegations.some((known) => known.id === event.id)) return [state, []];
-  const delegation = /** @type {Delegation} */ ({ id: event.id, attempt: state.attempt, at: state.now, state: "settling", run: null });
+  const delegation = /** @type {Delegation} */ ({ id: event.id, attempt: state.attempt, at: state.now, placeMs: event.placeMs ?? null, state: "settling", run: null });
   return [{ ...state, heardAt: state.now, delegations: [...state.delegations, delegation].slice(-DELEGATIONS_KEPT) }, []];
 }
 
@@ -474,6 +481,7 @@ function delegate(state, key, ids) {
     transcript: handed,
     heardAt: state.now,
     actedAt: state.now,
+    handed: batch,
     runs: [...state.runs, run].slice(-RUNS_KEPT),
     delegations: assign(state.delegations, ids, "sent", key),
   };
@@ -822,7 +830,7 @@ function moveOn(state, key) {
 
 /** @param {State} state @returns {Step} */
 function tick(state) {
-  return each(state, watchSession, settle, listenForAnswer, listenForCommand, reportProgress, followAgain, claimDue, keepLines);
+  return each(state, watchSession, settle, listenForAnswer, listenForCommand, handTail, reportProgress, followAgain, claimDue, keepLines);
 }
 
 /** @param {State} state @returns {Step} */
@@ -847,15 +855,36 @@ function settle(state) {
   const answers = settling.filter((d) => d.at >= askedAt).map((d) => d.id);
   if (answers.length) return settle({ ...state, delegations: assign(state.delegations, answers, "captured", null) });
   if (!settling.length) return [state, []];
+  if (state.now < settlesAt(state)) return [state, []];
   const ids = settling.map((d) => d.id);
-  const waited = state.now - settling[0].at;
-  const quiet = state.now - Math.max(state.speech.userAt, settling[0].at);
   const words = transcript.isAsking(state.transcript);
-  const enough = transcript.endsSentence(state.transcript) ? SETTLE_ENDED_MS : SETTLE_MS;
-  if (waited < SETTLE_MOST_MS && (!words || quiet < enough)) return [state, []];
-  const command = words && spokenCommand(state);
-  if (command) return command(state, ids);
-  return words ? delegate(state, ids[0], ids) : withoutWords(state, ids);
+  // Places that were waited for in vain are not waited for again.
+  const known = words && isWaiting(state, settling) ? { ...state, placesHold: false } : state;
+  const command = words && spokenCommand(known);
+  if (command) return command(known, ids);
+  return words ? delegate(known, ids[0], ids) : withoutWords(known, ids);
+}
+
+/** When the words of the delegations that wait for them are complete. @param {State} state */
+export function settlesAt(state) {
+  const settling = state.delegations.filter((d) => d.state === "settling");
+  if (!settling.length) return Infinity;
+  const marked = haveMarks(transcript.heardOf(state.transcript, state.attempt));
+  return dueAt(transcript.asking(state.transcript), settling[0].at, isWaiting(state, settling), marked);
+}
+
+/** @param {State} state @param {Delegation[]} settling */
+function isWaiting(state, settling) {
+  const heard = transcript.heardOf(state.transcript, state.attempt);
+  return state.placesHold && settling.some((d) => areLate(heard, d.placeMs));
+}
+
+/** Late words that go on with what was handed over in mid-sentence are handed over too. @param {State} state @returns {Step} */
+function handTail(state) {
+  const settling = state.delegations.some((d) => d.state === "settling");
+  const quiet = state.now - state.speech.userAt >= UTTERANCE_MS;
+  if (state.phase !== "live" || settling || !quiet || openQuestion(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
+  return delegate({ ...state, counter: state.counter + 1 }, `tail_${state.attempt}_${state.counter}`, []);
 }
 
 /** A delegation without words is no request, but it gets an answer. @param {State} state @param {string[]} ids @returns {Step} */
@@ -914,7 +943,7 @@ function listenForCommand(state) {
 
 /** The user's newest words are a command; `ids` are the delegations that came with it. @param {State} state @param {string[]} ids @param {string | null} run @returns {State} */
 function commanded(state, ids, run) {
-  const newest = state.transcript.lines.findLast((line) => line.speaker === "user");
+  const newest = transcript.newestOf(state.transcript);
   const [handed] = transcript.hand(state.transcript, (_, line) => line === newest);
   return { ...state, transcript: handed, actedAt: state.now, delegations: assign(state.delegations, ids, run ? "sent" : "answered", run) };
 }

@@ -196,7 +196,7 @@ function clock(ms) {
 /** @param {State} state */
 function renderLog(state) {
   const wanted = [
-    ...state.transcript.lines.map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
+    ...state.transcript.lines.filter(textOf).map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
     ...state.runs.map((run) => ({ key: `run${run.key}`, at: run.at, draw: drawRun, data: carded(run, state) })),
     ...state.notices.map((notice) => ({ key: `notice${notice.key}`, at: notice.at, draw: drawNotice, data: notice })),
   ].sort((a, b) => a.at - b.at);
