@@ -141,14 +141,15 @@ async function stop({ key, runId }) {
   }
 }
 
-/** @param {{key: string, runId: string, requestId: string, choice?: string, heard?: string, typed?: string}} effect */
-async function approve({ key, runId, requestId, choice, heard, typed }) {
+/** @param {{key: string, runId: string, requestId: string, choice?: string, heard?: string, typed?: string, late?: boolean}} effect */
+async function approve({ key, runId, requestId, choice, heard, typed, late }) {
   const body = { run_id: runId, request_id: requestId, ...(choice ? { choice } : { heard }) };
   try {
     const answer = await api.post("approve", body);
-    dispatch({ type: "answered", key, requestId, choice: answer.choice, typed });
+    dispatch({ type: "answered", key, requestId, choice: answer.choice, typed, late });
   } catch (error) {
-    dispatch({ type: "answered", key, requestId, choice: null, message: explained(error).message, typed });
+    const { message, code } = explained(error);
+    dispatch({ type: "answered", key, requestId, choice: null, message, code, typed, late });
   }
 }
 
@@ -240,6 +241,8 @@ async function begin() {
       stopPhrases: config.stop_phrases,
       goOnPhrases: config.go_on_phrases ?? ["go on", "continue", "weiter"],
       repeatPhrases: config.repeat_phrases ?? ["say that again", "repeat that", "again", "noch einmal"],
+      progress: config.progress,
+      voiceApprovals: config.voice_approvals,
       page,
     });
     const { conversations } = await api.get("conversations");

@@ -12,7 +12,9 @@
 //
 //   delegation  settling -> sent, captured (it answers a question) -> answered
 //   answer      due -> asked (the server is asked for the right to tell it) -> mine -> told
-//   question    queued -> asked (its append is placed) -> answering -> closed
+//   question    queued -> asked (its append is placed) -> answering -> closed; one at a time
+//   late words  after a question closed -> the server says whether they answer one -> told as
+//               late, or a request after all
 //   command     all of the user's newest words: stop, go on, say that again -> obeyed
 //
 // What must stay true:
@@ -24,9 +26,13 @@
 //   5. A spoken answer to a question is made of words that began after it was placed.
 //   6. A result is told by one page only: the one whose claim came first.
 //   7. A session that connects after the user hung up is closed, not ignored.
-//   8. A command becomes no run, whether the model hands it over or not.
+//   8. What the user has asked for is handed over before the call ends.
+//   9. Words that answer a question that is closed become no run.
+//  10. A command becomes no run, whether the model hands it over or not.
 
+import { mayRemind, questionWords, remindersDue, reminderWords } from "./asking.js";
 import { isOneOf } from "./phrases.js";
+import { progressWords, sayAt, waitingWords } from "./progress.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
 import * as transcript from "./transcript.js";
@@ -37,9 +43,11 @@ import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wi
 /**
  * @typedef {{requestId: string, command: string, description: string, choices: string[],
  *   until: number, stage: "queued" | "asked" | "answering" | "closed", sentAs: string,
- *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string}} Question
+ *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string,
+ *   at: number, saidAt: number, reminded: number, closedAt: number}} Question
  *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
- *   this session, `asked`: how often; `afterMs`: the place of its last append
+ *   this session, `asked`: how often; `afterMs`: the place of its last append; `at`: when it
+ *   came; `saidAt`: when something of it was last said; `reminded`: so many reminders were due
  * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
@@ -62,7 +70,8 @@ const CLOSE_MS = 5000; // from session.close until we stop waiting for session.c
 const GRACE_MS = 8000; // a broken connection may come back by itself
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
-const SAY_FIRST_MS = 8000; // until progress is said aloud; then rarely
+const LATE_MS = 10000; // after a question closed, words may still be meant for it
+const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
 const AGAIN_MS = 10000; // in which a delegation without new words is about the words before
 const ECHO_MS = 3000; // words come up to 2 s after they were said
@@ -94,6 +103,10 @@ export const START = {
   /** @type {string[]} */ stopPhrases: [],
   /** @type {string[]} */ goOnPhrases: [],
   /** @type {string[]} */ repeatPhrases: [],
+  progress: /** @type {import("./progress.js").Pace} */ ("normal"),
+  voiceApprovals: true, // words may answer a question
+  /** @type {{key: string, requestId: string, batch: number, ids: string[]} | null} */
+  late: null, // words of which the server is asked whether they answer a closed question
   handed: 0, // the newest batch that was handed over
   placesHold: true, // a delegation's place has been where its words are
   actedAt: -1e9, // when words of the user last went where they belong
@@ -114,6 +127,7 @@ export const START = {
 /** @type {Record<string, (state: State, event: any) => Step>} */
 const ALWAYS = {
   configured,
+  set: (state, e) => [{ ...state, progress: e.progress ?? state.progress }, []],
   recalled,
   claimed,
   leave: (state) => keep(state),
@@ -143,6 +157,9 @@ const OF_SESSION = new Set([
   "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound",
 ]);
 
+// After these there is no call in which words could settle.
+const ENDS = ["hangUp", "closed", "lost", "leave"];
+
 /**
  * One event. Returns the next state and what is to be done.
  * @param {State} state @param {Event} event
@@ -155,7 +172,8 @@ export function step(state, event) {
   }
   if (!rule) return [state, []];
   const now = { ...state, now: event.at ?? state.now };
-  return pump(...rule(now, event));
+  const ends = state.phase === "live" && ENDS.includes(event.type);
+  return pump(...(ends ? each(now, handOver, (s) => rule(s, event)) : rule(now, event)));
 }
 
 const CUT_OFF = "The user talked over you. The rest of that answer is kept: it comes when they ask to go on.";
@@ -352,8 +370,8 @@ function usage(state, event) {
 
 /** How this server is set up. @param {State} state @param {Event} event @returns {Step} */
 function configured(state, event) {
-  const { stopPhrases, goOnPhrases = [], repeatPhrases = [], page } = event;
-  return [{ ...state, idleMs: event.idleSeconds * 1000, stopPhrases, goOnPhrases, repeatPhrases, page }, []];
+  const { stopPhrases, goOnPhrases = [], repeatPhrases = [], progress = "normal", voiceApprovals = true, page } = event;
+  return [{ ...state, idleMs: event.idleSeconds * 1000, stopPhrases, goOnPhrases, repeatPhrases, progress, voiceApprovals, page }, []];
 }
 
 /** @param {State} state @param {Event} event @returns {Step} */
@@ -408,7 +426,7 @@ function placed(state, event) {
   const run = state.runs.find((r) => r.question && r.question.sentAs === id);
   if (!run?.question) return [next, []];
   const { stage, asked, askedAt } = run.question;
-  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: event.endMs };
+  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: event.endMs, saidAt: state.now };
   return [questionChanged(next, run.key, { ...place, stage: stage === "queued" ? "asked" : stage }), []];
 }
 
@@ -439,7 +457,7 @@ function delegated(state, event) {
 
 /** A typed message takes the same way as a spoken one. @param {State} state @param {Event} event @returns {Step} */
 function typed(state, event) {
-  const asking = openQuestion(state);
+  const asking = answerable(state);
   if (asking?.question) return typedAnswer(state, asking, event.text);
   const added = transcript.addTyped(state.transcript, event.text, state.attempt, state.now);
   // It takes along what was said before it, and so answers the delegations of that.
@@ -464,6 +482,11 @@ function typedAnswer(state, run, text) {
 /** The run with an open question. @param {State} state */
 function openQuestion(state) {
   return state.runs.find((run) => run.question && run.question.stage !== "closed" && !run.result && !run.stopAsked);
+}
+
+/** The same, if words may answer it. @param {State} state */
+function answerable(state) {
+  return state.voiceApprovals ? openQuestion(state) : undefined;
 }
 
 /**
@@ -509,7 +532,9 @@ function changed(state, key, change) {
 
 /** @param {State} state @param {string | null} key @param {Partial<Question>} fields @returns {State} */
 function questionChanged(state, key, fields) {
-  return changed(state, key, (run) => ({ ...run, question: run.question && { ...run.question, ...fields } }));
+  const next = changed(state, key, (run) => ({ ...run, question: run.question && { ...run.question, ...fields } }));
+  const isOver = fields.stage === "answering" || fields.stage === "closed";
+  return isOver ? { ...next, speech: speech.forget(next.speech, (piece) => piece.kind === "reminder" && piece.run === key) } : next;
 }
 
 // ---- runs
@@ -629,19 +654,22 @@ function asks(state, run, update) {
     afterMs: 0,
     outcome: "",
     note: "",
+    at: state.now,
+    saidAt: state.now,
+    reminded: 0,
+    closedAt: 0,
   });
   return ask(changed(state, run.key, (r) => ({ ...r, question })), run.key, "");
 }
 
-/** Ask the run's question aloud, unless it is being stopped. @param {State} state @param {string} key @param {string} before @returns {Step} */
+/** Ask the run's question aloud, unless it is being stopped or another one is open. @param {State} state @param {string} key @param {string} before @returns {Step} */
 function ask(state, key, before) {
   const run = state.runs.find((r) => r.key === key);
   if (!run?.question) return [state, []];
-  const what = run.question.description ? ` It is about: ${run.question.description}.` : "";
-  const words = `${before}Hermes asks for permission to run a command.${what} The exact command is on the screen. Do you allow it, yes or no?`;
+  const words = `${before}${questionWords(run.question, state.voiceApprovals)}`;
   const asked = questionChanged(state, key, { stage: "queued" });
   const fresh = { ...asked, speech: speech.forget(asked.speech, (piece) => piece.kind === "question" && piece.run === key) };
-  return [run.stopAsked ? fresh : say(fresh, "question", [words], delegationOf(state, key), key), []];
+  return [openQuestion(fresh)?.key !== key ? fresh : say(fresh, "question", [words], delegationOf(state, key), key), []];
 }
 
 /** The newest delegation that a run answers, for its appends. @param {State} state @param {string} key */
@@ -660,7 +688,7 @@ const CLOSED_NOTES = {
 function askedEnough(state, run, update) {
   if (run.question?.requestId !== update.request_id) return [state, []];
   const reason = update.reason;
-  const over = questionChanged(state, run.key, { stage: "closed", outcome: run.question?.outcome || reason });
+  const over = questionChanged(state, run.key, { stage: "closed", closedAt: state.now, outcome: run.question?.outcome || reason });
   const quiet = { ...over, speech: speech.forget(over.speech, (piece) => piece.kind === "question" && piece.run === run.key) };
   if (reason === "timeout") {
     const told = "Nobody answered Hermes's question in time, so it did not do that.";
@@ -676,6 +704,12 @@ function releaseCaptured(state) {
   return each(released, ...captured.map((d) => (/** @type {State} */ s) => note(s, "The user's words were about Hermes's question.", d.id)));
 }
 
+/** The end of its run closes a question that is open. @param {Question} question @param {number} at @returns {Question} */
+function closedWith(question, at) {
+  if (question.stage === "closed") return question;
+  return { ...question, stage: "closed", closedAt: at, outcome: question.outcome || "run_ended" };
+}
+
 /** A run has ended. @param {State} state @param {Run} run @param {any} update @returns {Step} */
 function done(state, run, update) {
   // Hermes never had these words, so the next request takes them along.
@@ -687,7 +721,7 @@ function done(state, run, update) {
     state: "ended",
     following: false,
     result: resultOf(update),
-    question: r.question && { ...r.question, stage: "closed", outcome: r.question.outcome || "run_ended" },
+    question: r.question && closedWith(r.question, state.now),
   }));
   const quiet = { ...over, transcript: unasked, speech: speech.forget(over.speech, (piece) => piece.run === run.key) };
   if (update.continued_by) return goOn(quiet, run, update);
@@ -804,8 +838,68 @@ function approve(state, event) {
   return [next, [{ do: "approve", key: run.key, runId: run.runId, requestId: event.requestId, choice: event.choice }]];
 }
 
+/** Words that came soon after a question closed may be meant for it: the server knows. @param {State} state @param {string[]} ids @returns {Step | null} */
+function lateAnswer(state, ids) {
+  const heard = transcript.newestWords(state.transcript, state.attempt);
+  const { userAt } = state.speech;
+  const run = state.runs.findLast(({ runId, question: q }) => runId && q?.stage === "closed" && userAt >= q.at && userAt - q.closedAt < LATE_MS);
+  if (!run?.question || !heard || heard.length > LATE_CHARS || state.late || !state.voiceApprovals) return null;
+  const newest = transcript.newestOf(state.transcript);
+  const [handed, batch] = transcript.hand(state.transcript, (_, line) => line === newest);
+  const { requestId } = run.question;
+  const next = { ...state, transcript: handed, late: { key: run.key, requestId, batch, ids }, delegations: assign(state.delegations, ids, "captured", null) };
+  return [next, [{ do: "approve", key: run.key, runId: run.runId, requestId, heard, late: true }]];
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function answeredLate(state, event) {
+  const late = state.late;
+  if (!late || late.requestId !== event.requestId) return [state, []];
+  const isAnswer = event.code === "too_late" || event.choice;
+  const outcome = state.runs.find((r) => r.key === late.key)?.question?.outcome;
+  // Once looked at, words after this question are what they are.
+  const over = questionChanged({ ...state, late: null, actedAt: state.now }, late.key, { closedAt: -1e9 });
+  if (!isAnswer) {
+    const unasked = { ...over, transcript: transcript.takeBack(over.transcript, [late.batch]) };
+    return [{ ...unasked, delegations: assign(over.delegations, late.ids, "settling", null) }, []];
+  }
+  const released = { ...over, delegations: assign(over.delegations, late.ids, "answered", null) };
+  if (outcome === "timeout") {
+    const fresh = { ...released, speech: speech.forget(released.speech, (piece) => piece.kind === "notice" && piece.run === late.key) };
+    const last = late.ids.at(-1) ?? null;
+    return noteAll(say(fresh, "notice", [TOO_LATE], last, late.key), "The user's answer came too late.", late.ids.slice(0, -1));
+  }
+  const told = outcome === "run_ended" ? "That answer came too late: the task has ended." : "Hermes's question was already answered.";
+  return noteAll(notify(released, "info", told), told, late.ids);
+}
+
+const TOO_LATE = "That answer came too late: the question had run out of time, so Hermes did not do it. Ask for it again if you still want it.";
+
+/** An answer that came late and was not handed over by the model. @param {State} state @returns {Step} */
+function listenForLate(state) {
+  const settling = state.delegations.some((d) => d.state === "settling");
+  if (state.phase !== "live" || settling || answerable(state) || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
+  return lateAnswer(state, []) ?? [state, []];
+}
+
+/** One question at a time, and reminders of it. @param {State} state @returns {Step} */
+function remind(state) {
+  const run = openQuestion(state);
+  const question = run?.question;
+  if (state.phase !== "live" || !run || !question) return [state, []];
+  const isQueued = state.speech.waiting.some((piece) => piece.kind === "question" && piece.run === run.key);
+  if (question.stage === "queued" && !question.sentAs) return isQueued ? [state, []] : ask(state, run.key, "");
+  const due = remindersDue(question, state.now);
+  if (question.stage !== "asked" || due <= question.reminded) return [state, []];
+  if (!mayRemind(question, state.now)) return [questionChanged(state, run.key, { reminded: due }), []];
+  const words = reminderWords(question, state.now, state.voiceApprovals);
+  const next = questionChanged(state, run.key, { reminded: due, saidAt: state.now });
+  return [say(next, "reminder", [words], null, run.key), []];
+}
+
 /** What became of an answer: `choice` (null: not clear), or `message` if it failed. @param {State} state @param {Event} event @returns {Step} */
 function answered(state, event) {
+  if (event.late) return answeredLate(state, event);
   const run = state.runs.find((r) => r.key === event.key);
   const question = run?.question;
   if (!run || !question || question.requestId !== event.requestId) return [state, []];
@@ -830,7 +924,7 @@ function moveOn(state, key) {
 
 /** @param {State} state @returns {Step} */
 function tick(state) {
-  return each(state, watchSession, settle, listenForAnswer, listenForCommand, handTail, reportProgress, followAgain, claimDue, keepLines);
+  return each(state, watchSession, settle, listenForAnswer, listenForCommand, listenForLate, handTail, remind, reportProgress, followAgain, claimDue, keepLines);
 }
 
 /** @param {State} state @returns {Step} */
@@ -850,19 +944,32 @@ function watchSession(state) {
 function settle(state) {
   if (state.phase !== "live") return [state, []];
   // What was delegated before the question was asked is a request of its own.
-  const askedAt = openQuestion(state)?.question?.askedAt ?? Infinity;
+  const question = answerable(state)?.question;
+  const askedAt = question?.askedAt ?? (question?.stage === "answering" ? question.at : Infinity);
   const settling = state.delegations.filter((d) => d.state === "settling");
   const answers = settling.filter((d) => d.at >= askedAt).map((d) => d.id);
   if (answers.length) return settle({ ...state, delegations: assign(state.delegations, answers, "captured", null) });
   if (!settling.length) return [state, []];
   if (state.now < settlesAt(state)) return [state, []];
   const ids = settling.map((d) => d.id);
-  const words = transcript.isAsking(state.transcript);
+  if (!transcript.isAsking(state.transcript)) return withoutWords(state, ids);
   // Places that were waited for in vain are not waited for again.
-  const known = words && isWaiting(state, settling) ? { ...state, placesHold: false } : state;
-  const command = words && spokenCommand(known);
-  if (command) return command(known, ids);
-  return words ? delegate(known, ids[0], ids) : withoutWords(known, ids);
+  return settled(isWaiting(state, settling) ? { ...state, placesHold: false } : state, ids);
+}
+
+/** The user's words are complete. @param {State} state @param {string[]} ids @returns {Step} */
+function settled(state, ids) {
+  const command = spokenCommand(state);
+  return command ? command(state, ids) : (lateAnswer(state, ids) ?? delegate(state, ids[0], ids));
+}
+
+/** The call ends: what was delegated or answered is not waited for any longer. @param {State} state @returns {Step} */
+function handOver(state) {
+  const [next, effects] = hearAnswer(state, 0);
+  const ids = next.delegations.filter((d) => d.state === "settling").map((d) => d.id);
+  if (effects.length || !ids.length || !transcript.isAsking(next.transcript)) return [next, effects];
+  const command = spokenCommand(next);
+  return command ? command(next, ids) : delegate(next, ids[0], ids);
 }
 
 /** When the words of the delegations that wait for them are complete. @param {State} state */
@@ -883,7 +990,7 @@ function isWaiting(state, settling) {
 function handTail(state) {
   const settling = state.delegations.some((d) => d.state === "settling");
   const quiet = state.now - state.speech.userAt >= UTTERANCE_MS;
-  if (state.phase !== "live" || settling || !quiet || openQuestion(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
+  if (state.phase !== "live" || settling || !quiet || answerable(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
   return delegate({ ...state, counter: state.counter + 1 }, `tail_${state.attempt}_${state.counter}`, []);
 }
 
@@ -902,13 +1009,18 @@ function withoutWords(state, ids) {
 
 /** Words after a question, once complete, are its answer. @param {State} state @returns {Step} */
 function listenForAnswer(state) {
-  const run = openQuestion(state);
+  return hearAnswer(state, UTTERANCE_MS);
+}
+
+/** @param {State} state @param {number} quietMs after which they are complete @returns {Step} */
+function hearAnswer(state, quietMs) {
+  const run = answerable(state);
   const question = run?.question;
   if (state.phase !== "live" || !run || question?.stage !== "asked") return [state, []];
   /** @type {(f: transcript.Fragment, line: transcript.Line) => boolean} */
   const after = (f, line) => line.speaker === "user" && line.session === state.attempt && !line.typed && f.startMs >= question.afterMs;
   const words = transcript.pending(state.transcript, after);
-  if (!words.length || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
+  if (!words.length || state.now - state.speech.userAt < quietMs) return [state, []];
   const command = spokenCommand(state);
   if (command) return command(state, []);
   const [handed] = transcript.hand(state.transcript, after);
@@ -928,7 +1040,8 @@ function spokenCommand(state) {
   // What was said before there was anything to go on with is about something else.
   const since = (/** @type {speech.Piece[]} */ pieces) => pieces.length > 0 && pieces[0].at <= state.speech.userAt;
   if (stoppable(state).length && isOneOf(said, state.stopPhrases)) return spokenStop;
-  if (openQuestion(state)) return isOneOf(said, state.repeatPhrases) ? spokenAskAgain : null;
+  const stage = openQuestion(state)?.question?.stage;
+  if (stage) return stage !== "answering" && isOneOf(said, state.repeatPhrases) ? spokenAskAgain : null;
   if (since(state.speech.kept) && isOneOf(said, state.goOnPhrases)) return spokenGoOn;
   if (since(state.speech.last) && isOneOf(said, state.repeatPhrases)) return spokenSayAgain;
   return null;
@@ -1022,10 +1135,9 @@ function reportOn(state, run) {
     [next, effects] = note(next, text, delegation);
     next = changed(next, run.key, (r) => ({ ...r, noted: doing, notedAt: state.now }));
   }
-  const due = run.saidTimes ? run.saidAt + 15000 * 2 ** run.saidTimes : run.since + SAY_FIRST_MS;
-  if (state.now >= due) {
-    const words = works ? `Hermes is still working on it${doing ? `: ${doing}` : ""}.` : workingWords(run, seconds);
-    next = say(next, "progress", [`${words} That is ${seconds} seconds so far.`], delegation, run.key);
+  if (state.now >= sayAt(state.progress, run)) {
+    const words = works ? progressWords(doing, seconds, run.saidTimes) : waitingWords(workingWords(run, seconds), seconds, run.saidTimes);
+    next = say(next, "progress", [words], delegation, run.key);
     next = changed(next, run.key, (r) => ({ ...r, saidAt: state.now, saidTimes: r.saidTimes + 1 }));
   }
   return [next, effects];

@@ -205,6 +205,7 @@ const EVENTS = [
   { type: "stopSpeaking" },
   { type: "goOn" },
   { type: "sayAgain" },
+  { type: "set", progress: "chatty" },
   { type: "typed", text: "Check the wiki.", id: "9" },
   { type: "configured", idleSeconds: 60, stopPhrases: ["stop"], goOnPhrases: ["go on"], repeatPhrases: ["again"], page: "p" },
   { type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "Check the build.", age: 90000 }] },
@@ -353,6 +354,7 @@ class Walk {
       [2, { type: "typed", text: `w${id}`, id: `${id}` }],
       [2, { type: "approve", ...about, choice: this.#one(["once", "deny"]) }],
       [3, { type: "answered", ...about, choice: this.#one(["once", null]), message: this.#one([undefined, "No."]) }],
+      [state.late ? 30 : 0, { type: "answered", ...state.late, late: true, choice: null, code: this.#one(["too_late", undefined]) }],
       [1, { type: "stopRun", key: run }],
       [1, { type: "refused", key: run, message: "No." }],
       [1, { type: "mute", on: this.random(2) === 0 }],
@@ -415,8 +417,8 @@ class Walk {
     const effects = this.watched.play(event);
     const { state } = this.watched;
     this.#mayRepeat(event, before, state);
-    if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     for (const effect of effects) this.#check(effect);
+    if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     const stopping = state.runs.filter((r) => r.stopAsked && !r.result).map((r) => r.key);
     const unwanted = state.speech.waiting.filter(({ kind, run }) => ["progress", "question"].includes(kind) && stopping.includes(run));
     assert.deepEqual(unwanted, [], "something of a run that is being stopped waits to be said");
@@ -463,7 +465,7 @@ class Walk {
       }
     }
     if (effect.do === "follow") this.#working.push(effect.key);
-    if (effect.do === "approve") {
+    if (effect.do === "approve" && !effect.late) {
       assert.ok(!this.#answering.has(effect.requestId), `${effect.requestId} was answered twice`);
       this.#answering.add(effect.requestId);
     }
