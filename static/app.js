@@ -1,7 +1,7 @@
 // The hall: builds the parts, holds the state, carries out effects. It decides nothing.
 
 import { Api, ApiError } from "./api.js";
-import { START, step } from "./call.js";
+import { settlesAt, START, step } from "./call.js";
 import { CallError, findDevices, onDeviceChange, Session } from "./rtc.js";
 import { PROGRESS, readSettings } from "./settings.js";
 import * as view from "./view.js";
@@ -14,6 +14,8 @@ const TICK_MS = 200;
 const api = new Api();
 let state = START;
 let timer = 0;
+/** For words that are complete between two ticks. */
+let wake = 0;
 /** @type {{attempt: number, session: Session} | null} */
 let current = null;
 /** The session that is to replace it. @type {{attempt: number, session: Session} | null} */
@@ -43,6 +45,9 @@ function dispatch(event) {
   state = next;
   for (const effect of effects) EFFECTS[effect.do](effect);
   if (!timer) timer = window.setTimeout(redraw, 16);
+  clearTimeout(wake);
+  const wait = settlesAt(state) - performance.now();
+  if (wait < TICK_MS) wake = window.setTimeout(() => dispatch({ type: "tick" }), Math.max(1, wait));
 }
 
 function redraw() {
@@ -166,14 +171,15 @@ async function stop({ key, runId }) {
   }
 }
 
-/** @param {{key: string, runId: string, requestId: string, choice?: string, heard?: string, typed?: string}} effect */
-async function approve({ key, runId, requestId, choice, heard, typed }) {
+/** @param {{key: string, runId: string, requestId: string, choice?: string, heard?: string, typed?: string, late?: boolean}} effect */
+async function approve({ key, runId, requestId, choice, heard, typed, late }) {
   const body = { run_id: runId, request_id: requestId, ...(choice ? { choice } : { heard }) };
   try {
     const answer = await api.post("approve", body);
-    dispatch({ type: "answered", key, requestId, choice: answer.choice, typed });
+    dispatch({ type: "answered", key, requestId, choice: answer.choice, typed, late });
   } catch (error) {
-    dispatch({ type: "answered", key, requestId, choice: null, message: explained(error).message, typed });
+    const { message, code } = explained(error);
+    dispatch({ type: "answered", key, requestId, choice: null, message, code, typed, late });
   }
 }
 
@@ -325,7 +331,16 @@ async function begin(why) {
     if (why) dispatch({ type: "notice", level: "error", text: why });
     offered = config;
     settings = readSettings(localStorage.getItem("settings"), config.voices);
-    dispatch({ type: "configured", idleSeconds: config.idle_seconds, stopPhrases: config.stop_phrases, page, progress: settings.progress });
+    dispatch({
+      type: "configured",
+      idleSeconds: config.idle_seconds,
+      stopPhrases: config.stop_phrases,
+      goOnPhrases: config.go_on_phrases,
+      repeatPhrases: config.repeat_phrases,
+      progress: settings.progress || config.progress,
+      voiceApprovals: config.voice_approvals,
+      page,
+    });
     dispatch({ type: "agreed", terms: termsOf(config) });
     const { conversations } = await api.get("conversations");
     // A device that has no conversation yet goes on with the newest, unless it has begun one.
@@ -349,6 +364,8 @@ view.bind({
   hangUp: () => dispatch({ type: "hangUp" }),
   mute: () => dispatch({ type: "mute", on: !state.muted }),
   stopSpeaking: () => dispatch({ type: "stopSpeaking" }),
+  goOn: () => dispatch({ type: "goOn" }),
+  sayAgain: () => dispatch({ type: "sayAgain" }),
   stopTask: () => {
     for (const run of state.runs.filter((r) => !r.result && !r.stopAsked)) dispatch({ type: "stopRun", key: run.key });
   },

@@ -14,7 +14,10 @@
 //
 //   delegation  settling -> sent, captured (it answers a question) -> answered
 //   answer      due -> asked (the server is asked for the right to tell it) -> mine -> told
-//   question    queued -> asked (its append is placed) -> answering -> closed
+//   question    queued -> asked (its append is placed) -> answering -> closed; one at a time
+//   late words  after a question closed -> the server says whether they answer one -> told as
+//               late, or a request after all
+//   command     all of the user's newest words: stop, go on, say that again -> obeyed
 //
 // What must stay true:
 //
@@ -27,9 +30,15 @@
 //   7. A session that connects after the user hung up is closed, not ignored.
 //   8. To a line that is asleep, or about to be replaced, only mute and close are sent.
 //   9. No session is opened but by the user, for a renewal, or after a planned hang-up.
+//  10. What the user has asked for is handed over before the call ends.
+//  11. Words that answer a question that is closed become no run.
+//  12. A command becomes no run, whether the model hands it over or not.
 
+import { mayRemind, questionWords, remindersDue, reminderWords } from "./asking.js";
 import * as meter from "./meter.js";
 import { isOneOf } from "./phrases.js";
+import { progressWords, sayAt, waitingWords } from "./progress.js";
+import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
 import * as transcript from "./transcript.js";
 import * as watch from "./watch.js";
@@ -40,28 +49,28 @@ import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wi
 /**
  * @typedef {{requestId: string, command: string, description: string, choices: string[],
  *   until: number, stage: "queued" | "asked" | "answering" | "closed", sentAs: string,
- *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string}} Question
+ *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string,
+ *   at: number, saidAt: number, reminded: number, closedAt: number}} Question
  *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
- *   this session, `asked`: how often; `afterMs`: the place of its last append
- * @typedef {{key: string, runId: string | null, at: number, request: string, state: string,
+ *   this session, `asked`: how often; `afterMs`: the place of its last append; `at`: when it
+ *   came; `saidAt`: when something of it was last said; `reminded`: so many reminders were due
+ * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
  *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
  *   stopAsked: boolean, retries: number, following: boolean, followAt: number,
  *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
  *   owed: string[], claim: "" | "due" | "asked" | "mine" | "told", claimAt: number}} Run
+ *   `about` is the request it began with, `request` the newest that it answers.
  *   `owed` is what is to be said of its end, `attempt` the call in which it was asked.
  *   `lines` are kept until the server has named the run, `batches` of words until Hermes
  *   has taken it.
- * @typedef {{id: string, attempt: number, at: number, state: "settling" | "captured" | "sent" | "answered",
+ * @typedef {{id: string, attempt: number, at: number, placeMs: number | null, state: "settling" | "captured" | "sent" | "answered",
  *   run: string | null}} Delegation
  * @typedef {{key: number, level: "info" | "error", text: string, at: number, offersCall: boolean}} Notice
  * @typedef {{attempt: number, sessionId: string | null, at: number}} Renewal   the next session
  */
 
-const SETTLE_MS = 600; // of quiet after the last word
-const SETTLE_ENDED_MS = 250; // if that word ended a sentence
-const SETTLE_MOST_MS = 2500;
 const UTTERANCE_MS = 1300; // of quiet after which an answer is complete
 const START_MS = 25000; // from dialling until the session must have started
 const CLOSE_MS = 5000; // from session.close until we stop waiting for session.closed
@@ -70,8 +79,11 @@ const METER_MS = 30000; // the sidecar hangs up a session it has not heard of fo
 const HELD_KEPT = 50; // notes for a line that is asleep
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
-const SAY_FIRST_MS = 8000; // until progress is said aloud; then rarely
+const LATE_MS = 10000; // after a question closed, words may still be meant for it
+const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
+const AGAIN_MS = 10000; // in which a delegation without new words is about the words before
+const ECHO_MS = 3000; // words come up to 2 s after they were said
 const RUNS_KEPT = 100;
 const TOOLS_KEPT = 50;
 const NOTICES_KEPT = 30;
@@ -118,6 +130,15 @@ export const START = {
   seconds: /** @type {number | null} */ (null), // of the session, by the vendor's count
   idleMs: 300000,
   /** @type {string[]} */ stopPhrases: [],
+  /** @type {string[]} */ goOnPhrases: [],
+  /** @type {string[]} */ repeatPhrases: [],
+  progress: /** @type {import("./progress.js").Pace} */ ("normal"),
+  voiceApprovals: true, // words may answer a question
+  /** @type {{key: string, requestId: string, batch: number, ids: string[]} | null} */
+  late: null, // words of which the server is asked whether they answer a closed question
+  handed: 0, // the newest batch that was handed over
+  placesHold: true, // a delegation's place has been where its words are
+  actedAt: -1e9, // when words of the user last went where they belong
   page: "", // makes the keys of this page's lines its own
   linesAt: 0, // when a line last changed that the server does not have
   now: 0,
@@ -134,7 +155,8 @@ export const START = {
 
 /** @type {Record<string, (state: State, event: any) => Step>} */
 const ALWAYS = {
-  configured: (state, e) => [{ ...state, idleMs: e.idleSeconds * 1000, stopPhrases: e.stopPhrases, page: e.page }, []],
+  configured,
+  set: (state, e) => [{ ...state, progress: e.progress ?? state.progress }, []],
   agreed: (state, e) => [{ ...state, terms: e.terms }, []],
   recalled,
   claimed,
@@ -157,7 +179,10 @@ const ALWAYS = {
 const TABLE = {
   idle: { ...ALWAYS, dial, opened: late },
   connecting: { ...ALWAYS, opened, started, failed, lost, closed: lost, hangUp: abandon },
-  live: { ...ALWAYS, paused, resumed, allowed, media, hangUp: close, heard, delegated, placed, sound, trouble, usage, closed, lost, link, stopSpeaking },
+  live: {
+    ...ALWAYS, paused, resumed, allowed, media, hangUp: close, heard, delegated, placed, sound, trouble, usage, closed, lost, link,
+    stopSpeaking, goOn: tellRest, sayAgain: tellAgain,
+  },
   closing: { ...ALWAYS, heard, usage, closed, lost },
 };
 
@@ -168,6 +193,9 @@ const OF_SESSION = new Set([
   "paused", "resumed", "allowed", "media",
   "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound",
 ]);
+
+// After these there is no call in which words could settle.
+const ENDS = ["hangUp", "closed", "lost", "leave"];
 
 /**
  * One event. Returns the next state and what is to be done.
@@ -183,8 +211,11 @@ export function step(state, event) {
   }
   if (!rule) return [state, []];
   const now = { ...state, now: event.at ?? state.now };
-  return pump(...rule(now, event));
+  const ends = state.phase === "live" && ENDS.includes(event.type);
+  return pump(...(ends ? each(now, handOver, (s) => rule(s, event)) : rule(now, event)));
 }
+
+const CUT_OFF = "The user talked over you. The rest of that answer is kept: it comes when they ask to go on.";
 
 /** Send what may be said at this moment. @param {State} state @param {Effect[]} effects @returns {Step} */
 function pump(state, effects) {
@@ -192,12 +223,14 @@ function pump(state, effects) {
   if (state.phase !== "live" || state.shakyAt !== null || isHeld(state)) return [state, effects];
   const id = `say_${state.attempt}_${state.counter}`;
   const [next, piece] = speech.next(state.speech, id, state.now);
-  if (!piece) return [next === state.speech ? state : { ...state, speech: next }, effects];
+  const moved = next === state.speech ? state : { ...state, speech: next };
+  const [after, notes] = next.kept === state.speech.kept ? [moved, []] : note(moved, CUT_OFF, null);
+  if (!piece) return [after, [...effects, ...notes]];
   const unmuted = state.silenced ? [{ do: "silence", on: false }] : [];
   const send = { do: "send", message: commentary(id, piece.text, known(state, piece.delegation)) };
-  const sent = { ...state, speech: next, counter: state.counter + 1, silenced: false };
+  const sent = { ...after, counter: after.counter + 1, silenced: false };
   const told = piece.kind === "question" ? questionChanged(sent, piece.run, { sentAs: id }) : sent;
-  return [told, [...effects, ...unmuted, send]];
+  return [told, [...effects, ...notes, ...unmuted, send]];
 }
 
 /** Whether nothing may be sent to the session for a while. @param {State} state */
@@ -227,6 +260,11 @@ function note(state, text, delegation) {
   if (state.phase !== "live") return [state, []];
   const message = thinking(`note_${state.attempt}_${state.counter}`, text, known(state, delegation));
   return sendOrHold({ ...state, counter: state.counter + 1 }, message);
+}
+
+/** The same for several delegations. @param {State} state @param {string} text @param {string[]} ids @returns {Step} */
+function noteAll(state, text, ids) {
+  return each(state, ...ids.map((id) => (/** @type {State} */ s) => note(s, text, id)));
 }
 
 /** @param {State} state @param {"info" | "error"} level @param {string} text @param {boolean} [offersCall] @returns {State} */
@@ -405,8 +443,10 @@ function requeued(run) {
 
 /** What was not said of a result is told in the next session. @param {Run} run @param {speech.Speech} queue @returns {Run} */
 function untold(run, queue) {
-  const left = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key).length;
-  return left ? { ...run, claim: "mine", owed: run.owed.slice(-left) } : run;
+  const waiting = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key);
+  // It may wait behind what leads to it, or as a half.
+  const left = run.owed.filter((text) => waiting.some((piece) => piece.text.endsWith(text) || text.endsWith(piece.text)));
+  return left.length ? { ...run, claim: "mine", owed: left } : run;
 }
 
 /** The queue of a session that is over. @param {speech.Speech} queue @returns {speech.Speech} */
@@ -496,6 +536,12 @@ function takeOver(state, renewal) {
   return [next, [{ do: "takeOver", attempt, over: state.attempt, sessionId: state.sessionId, seconds: state.seconds }]];
 }
 
+/** How this server is set up. @param {State} state @param {Event} event @returns {Step} */
+function configured(state, event) {
+  const { stopPhrases, goOnPhrases = [], repeatPhrases = [], progress = "normal", voiceApprovals = true, page } = event;
+  return [{ ...state, idleMs: event.idleSeconds * 1000, stopPhrases, goOnPhrases, repeatPhrases, progress, voiceApprovals, page }, []];
+}
+
 /** @param {State} state @param {Event} event @returns {Step} */
 function mute(state, event) {
   const next = { ...state, muted: event.on, counter: state.counter + 1 };
@@ -507,10 +553,23 @@ function mute(state, event) {
 
 /** Silence at once; the work goes on. @param {State} state @returns {Step} */
 function stopSpeaking(state) {
-  const dropped = speech.forget(state.speech, (piece) => piece.kind !== "question");
-  const next = { ...state, silenced: true, speech: { ...dropped, current: null } };
+  const next = { ...state, silenced: true, speech: speech.hush(state.speech) };
   const [told, effects] = note(next, "The user pressed 'Stop speaking': be quiet until they speak again.", null);
   return [told, [{ do: "silence", on: true }, ...effects]];
+}
+
+/** Say the rest of what was cut off. @param {State} state @returns {Step} */
+function tellRest(state) {
+  const first = state.speech.kept[0];
+  const run = state.runs.find((r) => r.key === first?.run);
+  const title = run ? titleOf(state, run) : "";
+  const lead = title && !first.text.startsWith(title) ? [{ ...first, text: title }] : [];
+  return [{ ...state, speech: speech.goOn(state.speech, lead, state.now) }, []];
+}
+
+/** Say the last answer once more. @param {State} state @returns {Step} */
+function tellAgain(state) {
+  return [{ ...state, speech: speech.again(state.speech, state.now) }, []];
 }
 
 /** The voice began or ceased to sound. @param {State} state @param {Event} event @returns {Step} */
@@ -524,8 +583,9 @@ function sound(state, event) {
 function trouble(state, event) {
   const current = state.speech.current;
   if (!current || event.sent !== current.id) return [state, []];
-  const said = { ...state, speech: { ...state.speech, current: null } };
-  return [notify(said, "error", "The voice could not say something. It is on the screen."), []];
+  const [left, givenUp] = speech.refused(state.speech, event.code === "invalid_value");
+  const next = { ...state, speech: left };
+  return [givenUp ? notify(next, "error", "The voice could not say something. It is on the screen.") : next, []];
 }
 
 /** An append has its place in the timeline. @param {State} state @param {Event} event @returns {Step} */
@@ -535,7 +595,7 @@ function placed(state, event) {
   const run = state.runs.find((r) => r.question && r.question.sentAs === id);
   if (!run?.question) return [next, []];
   const { stage, asked, askedAt } = run.question;
-  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: event.endMs };
+  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: event.endMs, saidAt: state.now };
   return [questionChanged(next, run.key, { ...place, stage: stage === "queued" ? "asked" : stage }), []];
 }
 
@@ -544,22 +604,29 @@ function placed(state, event) {
 /** @param {State} state @param {Event} event @returns {Step} */
 function heard(state, event) {
   const words = /** @type {any} */ (event);
-  const added = transcript.add(state.transcript, words, state.attempt, state.now);
+  const added = listen(state, transcript.add(state.transcript, words, state.attempt, state.now));
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
-  if (event.speaker === "user") next.speech = { ...state.speech, userAt: state.now };
+  if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
+  else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
   return [next, []];
+}
+
+/** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */
+function listen(state, added) {
+  const isHeard = !state.silenced && (state.speech.sounding || state.now - state.speech.soundAt < ECHO_MS);
+  return isHeard ? transcript.markEcho(added, state.attempt) : added;
 }
 
 /** The model wants work done. @param {State} state @param {Event} event @returns {Step} */
 function delegated(state, event) {
   if (state.delegations.some((known) => known.id === event.id)) return [state, []];
-  const delegation = /** @type {Delegation} */ ({ id: event.id, attempt: state.attempt, at: state.now, state: "settling", run: null });
+  const delegation = /** @type {Delegation} */ ({ id: event.id, attempt: state.attempt, at: state.now, placeMs: event.placeMs ?? null, state: "settling", run: null });
   return [{ ...state, heardAt: state.now, delegations: [...state.delegations, delegation].slice(-DELEGATIONS_KEPT) }, []];
 }
 
 /** A typed message takes the same way as a spoken one. @param {State} state @param {Event} event @returns {Step} */
 function typed(state, event) {
-  const asking = openQuestion(state);
+  const asking = answerable(state);
   if (asking?.question) return typedAnswer(state, asking, event.text);
   const added = transcript.addTyped(state.transcript, event.text, state.attempt, state.now);
   // It takes along what was said before it, and so answers the delegations of that.
@@ -586,6 +653,11 @@ function openQuestion(state) {
   return state.runs.find((run) => run.question && run.question.stage !== "closed" && !run.result && !run.stopAsked);
 }
 
+/** The same, if words may answer it. @param {State} state */
+function answerable(state) {
+  return state.voiceApprovals ? openQuestion(state) : undefined;
+}
+
 /**
  * Hand over what was said, as one request; `ids` are the delegations it answers.
  * @param {State} state @param {string} key @param {string[]} ids
@@ -600,6 +672,8 @@ function delegate(state, key, ids) {
     ...state,
     transcript: handed,
     heardAt: state.now,
+    actedAt: state.now,
+    handed: batch,
     runs: [...state.runs, run].slice(-RUNS_KEPT),
     delegations: assign(state.delegations, ids, "sent", key),
   };
@@ -614,7 +688,7 @@ function assign(delegations, ids, stage, run) {
 /** @param {State} state @param {string} key @param {string | null} runId @param {string} request @returns {Run} */
 function newRun(state, key, runId, request) {
   return {
-    key, runId, request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
+    key, runId, request, about: request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
     result: null, seq: 0, since: state.now, stopAsked: false, retries: 0, following: true, followAt: 0, noted: "",
     notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
   };
@@ -627,7 +701,9 @@ function changed(state, key, change) {
 
 /** @param {State} state @param {string | null} key @param {Partial<Question>} fields @returns {State} */
 function questionChanged(state, key, fields) {
-  return changed(state, key, (run) => ({ ...run, question: run.question && { ...run.question, ...fields } }));
+  const next = changed(state, key, (run) => ({ ...run, question: run.question && { ...run.question, ...fields } }));
+  const isOver = fields.stage === "answering" || fields.stage === "closed";
+  return isOver ? { ...next, speech: speech.forget(next.speech, (piece) => piece.kind === "reminder" && piece.run === key) } : next;
 }
 
 // ---- runs
@@ -747,19 +823,22 @@ function asks(state, run, update) {
     afterMs: 0,
     outcome: "",
     note: "",
+    at: state.now,
+    saidAt: state.now,
+    reminded: 0,
+    closedAt: 0,
   });
   return ask(changed(state, run.key, (r) => ({ ...r, question })), run.key, "");
 }
 
-/** Ask the run's question aloud, unless it is being stopped. @param {State} state @param {string} key @param {string} before @returns {Step} */
+/** Ask the run's question aloud, unless it is being stopped or another one is open. @param {State} state @param {string} key @param {string} before @returns {Step} */
 function ask(state, key, before) {
   const run = state.runs.find((r) => r.key === key);
   if (!run?.question) return [state, []];
-  const what = run.question.description ? ` It is about: ${run.question.description}.` : "";
-  const words = `${before}Hermes asks for permission to run a command.${what} The exact command is on the screen. Do you allow it, yes or no?`;
+  const words = `${before}${questionWords(run.question, state.voiceApprovals)}`;
   const asked = questionChanged(state, key, { stage: "queued" });
   const fresh = { ...asked, speech: speech.forget(asked.speech, (piece) => piece.kind === "question" && piece.run === key) };
-  return [run.stopAsked ? fresh : say(fresh, "question", [words], delegationOf(state, key), key), []];
+  return [openQuestion(fresh)?.key !== key ? fresh : say(fresh, "question", [words], delegationOf(state, key), key), []];
 }
 
 /** The newest delegation that a run answers, for its appends. @param {State} state @param {string} key */
@@ -778,7 +857,7 @@ const CLOSED_NOTES = {
 function askedEnough(state, run, update) {
   if (run.question?.requestId !== update.request_id) return [state, []];
   const reason = update.reason;
-  const over = questionChanged(state, run.key, { stage: "closed", outcome: run.question?.outcome || reason });
+  const over = questionChanged(state, run.key, { stage: "closed", closedAt: state.now, outcome: run.question?.outcome || reason });
   const quiet = { ...over, speech: speech.forget(over.speech, (piece) => piece.kind === "question" && piece.run === run.key) };
   if (reason === "timeout") {
     const told = "Nobody answered Hermes's question in time, so it did not do that.";
@@ -794,6 +873,12 @@ function releaseCaptured(state) {
   return each(released, ...captured.map((d) => (/** @type {State} */ s) => note(s, "The user's words were about Hermes's question.", d.id)));
 }
 
+/** The end of its run closes a question that is open. @param {Question} question @param {number} at @returns {Question} */
+function closedWith(question, at) {
+  if (question.stage === "closed") return question;
+  return { ...question, stage: "closed", closedAt: at, outcome: question.outcome || "run_ended" };
+}
+
 /** A run has ended. @param {State} state @param {Run} run @param {any} update @returns {Step} */
 function done(state, run, update) {
   // Hermes never had these words, so the next request takes them along.
@@ -805,7 +890,7 @@ function done(state, run, update) {
     state: "ended",
     following: false,
     result: resultOf(update),
-    question: r.question && { ...r.question, stage: "closed", outcome: r.question.outcome || "run_ended" },
+    question: r.question && closedWith(r.question, state.now),
   }));
   const quiet = { ...over, transcript: unasked, speech: speech.forget(over.speech, (piece) => piece.run === run.key) };
   if (update.continued_by) return goOn(quiet, run, update);
@@ -861,10 +946,18 @@ function claimed(state, event) {
   return note(next, "The answer to this was told by another page.", delegationOf(state, run.key));
 }
 
-/** Say a run's end; one that was asked in an earlier call is introduced. @param {State} state @param {Run} run @returns {State} */
+/** What leads to a result that is not about what was asked last. @param {State} state @param {Run} run */
+function titleOf(state, run) {
+  // Words that the server has not taken up yet may still join this run.
+  const later = state.runs.slice(state.runs.findIndex((r) => r.key === run.key) + 1).some((other) => other.request && other.runId);
+  const isEarlier = run.attempt !== state.attempt || (later && run.result?.finish !== "cancelled");
+  return isEarlier && run.about ? `About what you asked before, “${cut(run.about, TITLE_BYTES)}”:` : "";
+}
+
+/** Say a run's end. @param {State} state @param {Run} run @returns {State} */
 function tell(state, run) {
   const [first, ...others] = run.owed;
-  const title = run.attempt !== state.attempt && run.request ? `About what you asked before, “${cut(run.request, TITLE_BYTES)}”:` : "";
+  const title = titleOf(state, run);
   const together = `${title} ${first}`.trim();
   const pieces = title && !fits(together) ? [title, ...run.owed] : [together, ...others];
   const told = changed(state, run.key, (r) => ({ ...r, claim: "told" }));
@@ -914,8 +1007,68 @@ function approve(state, event) {
   return [next, [{ do: "approve", key: run.key, runId: run.runId, requestId: event.requestId, choice: event.choice }]];
 }
 
+/** Words that came soon after a question closed may be meant for it: the server knows. @param {State} state @param {string[]} ids @returns {Step | null} */
+function lateAnswer(state, ids) {
+  const heard = transcript.newestWords(state.transcript, state.attempt);
+  const { userAt } = state.speech;
+  const run = state.runs.findLast(({ runId, question: q }) => runId && q?.stage === "closed" && userAt >= q.at && userAt - q.closedAt < LATE_MS);
+  if (!run?.question || !heard || heard.length > LATE_CHARS || state.late || !state.voiceApprovals) return null;
+  const newest = transcript.newestOf(state.transcript);
+  const [handed, batch] = transcript.hand(state.transcript, (_, line) => line === newest);
+  const { requestId } = run.question;
+  const next = { ...state, transcript: handed, late: { key: run.key, requestId, batch, ids }, delegations: assign(state.delegations, ids, "captured", null) };
+  return [next, [{ do: "approve", key: run.key, runId: run.runId, requestId, heard, late: true }]];
+}
+
+/** @param {State} state @param {Event} event @returns {Step} */
+function answeredLate(state, event) {
+  const late = state.late;
+  if (!late || late.requestId !== event.requestId) return [state, []];
+  const isAnswer = event.code === "too_late" || event.choice;
+  const outcome = state.runs.find((r) => r.key === late.key)?.question?.outcome;
+  // Once looked at, words after this question are what they are.
+  const over = questionChanged({ ...state, late: null, actedAt: state.now }, late.key, { closedAt: -1e9 });
+  if (!isAnswer) {
+    const unasked = { ...over, transcript: transcript.takeBack(over.transcript, [late.batch]) };
+    return [{ ...unasked, delegations: assign(over.delegations, late.ids, "settling", null) }, []];
+  }
+  const released = { ...over, delegations: assign(over.delegations, late.ids, "answered", null) };
+  if (outcome === "timeout") {
+    const fresh = { ...released, speech: speech.forget(released.speech, (piece) => piece.kind === "notice" && piece.run === late.key) };
+    const last = late.ids.at(-1) ?? null;
+    return noteAll(say(fresh, "notice", [TOO_LATE], last, late.key), "The user's answer came too late.", late.ids.slice(0, -1));
+  }
+  const told = outcome === "run_ended" ? "That answer came too late: the task has ended." : "Hermes's question was already answered.";
+  return noteAll(notify(released, "info", told), told, late.ids);
+}
+
+const TOO_LATE = "That answer came too late: the question had run out of time, so Hermes did not do it. Ask for it again if you still want it.";
+
+/** An answer that came late and was not handed over by the model. @param {State} state @returns {Step} */
+function listenForLate(state) {
+  const settling = state.delegations.some((d) => d.state === "settling");
+  if (state.phase !== "live" || settling || answerable(state) || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
+  return lateAnswer(state, []) ?? [state, []];
+}
+
+/** One question at a time, and reminders of it. @param {State} state @returns {Step} */
+function remind(state) {
+  const run = openQuestion(state);
+  const question = run?.question;
+  if (state.phase !== "live" || !run || !question) return [state, []];
+  const isQueued = state.speech.waiting.some((piece) => piece.kind === "question" && piece.run === run.key);
+  if (question.stage === "queued" && !question.sentAs) return isQueued ? [state, []] : ask(state, run.key, "");
+  const due = remindersDue(question, state.now);
+  if (question.stage !== "asked" || due <= question.reminded) return [state, []];
+  if (!mayRemind(question, state.now)) return [questionChanged(state, run.key, { reminded: due }), []];
+  const words = reminderWords(question, state.now, state.voiceApprovals);
+  const next = questionChanged(state, run.key, { reminded: due, saidAt: state.now });
+  return [say(next, "reminder", [words], null, run.key), []];
+}
+
 /** What became of an answer: `choice` (null: not clear), or `message` if it failed. @param {State} state @param {Event} event @returns {Step} */
 function answered(state, event) {
+  if (event.late) return answeredLate(state, event);
   const run = state.runs.find((r) => r.key === event.key);
   const question = run?.question;
   if (!run || !question || question.requestId !== event.requestId) return [state, []];
@@ -940,7 +1093,7 @@ function moveOn(state, key) {
 
 /** @param {State} state @returns {Step} */
 function tick(state) {
-  return each(state, watchSession, settle, listenForAnswer, listenForStop, reportProgress, followAgain, claimDue, keepLines);
+  return each(state, watchSession, settle, listenForAnswer, listenForCommand, listenForLate, handTail, remind, reportProgress, followAgain, claimDue, keepLines);
 }
 
 /** @param {State} state @returns {Step} */
@@ -952,7 +1105,7 @@ function watchSession(state) {
   if (state.phase === "idle") return reopen(state);
   if (state.phase !== "live") return [state, []];
   if (state.shakyAt !== null && state.now - state.shakyAt > GRACE_MS) return lost(state);
-  return each(state, ...[sayGoodbye, endInTime, watchRenewal, warnOfCap, watchSound, reportMeter].map(whileLive));
+  return each(state, ...[endInTime, watchRenewal, warnOfCap, watchSound, reportMeter].map(whileLive));
 }
 
 /** A rule for a live session only. @param {(state: State) => Step} rule @returns {(state: State) => Step} */
@@ -965,17 +1118,6 @@ function reopen(state) {
   if (!state.reopens) return [state, []];
   if (state.runs.some(watch.isOwed)) return openCall({ ...state, opening: "reopened" });
   return [{ ...state, reopens: state.runs.some((run) => !run.result) }, []];
-}
-
-/** The user's newest words, all of them, end the call. @param {State} state @returns {Step} */
-function sayGoodbye(state) {
-  const handing = state.delegations.some((d) => d.state === "settling");
-  const enough = !handing ? UTTERANCE_MS : transcript.endsSentence(state.transcript) ? SETTLE_ENDED_MS : SETTLE_MS;
-  if (state.now - state.speech.userAt < enough) return [state, []];
-  if (!isOneOf(transcript.newestWords(state.transcript, state.attempt), state.terms.hangUpPhrases)) return [state, []];
-  const newest = state.transcript.lines.findLast((line) => line.speaker === "user");
-  const [handed] = transcript.hand(state.transcript, (_, line) => line === newest);
-  return close({ ...state, transcript: handed });
 }
 
 /** @param {State} state @returns {Step} */
@@ -1020,52 +1162,90 @@ function reportMeter(state) {
 function settle(state) {
   if (state.phase !== "live") return [state, []];
   // What was delegated before the question was asked is a request of its own.
-  const askedAt = openQuestion(state)?.question?.askedAt ?? Infinity;
+  const question = answerable(state)?.question;
+  const askedAt = question?.askedAt ?? (question?.stage === "answering" ? question.at : Infinity);
   const settling = state.delegations.filter((d) => d.state === "settling");
   const answers = settling.filter((d) => d.at >= askedAt).map((d) => d.id);
   if (answers.length) return settle({ ...state, delegations: assign(state.delegations, answers, "captured", null) });
   if (!settling.length) return [state, []];
+  if (state.now < settlesAt(state)) return [state, []];
   const ids = settling.map((d) => d.id);
-  const waited = state.now - settling[0].at;
-  const quiet = state.now - Math.max(state.speech.userAt, settling[0].at);
-  const words = transcript.isAsking(state.transcript);
-  const enough = transcript.endsSentence(state.transcript) ? SETTLE_ENDED_MS : SETTLE_MS;
-  if (waited < SETTLE_MOST_MS && (!words || quiet < enough)) return [state, []];
-  if (words && saysStop(state)) return spokenStop(state, ids);
-  return words ? delegate(state, ids[0], ids) : withoutWords(state, ids);
+  if (!transcript.isAsking(state.transcript)) return withoutWords(state, ids);
+  // Places that were waited for in vain are not waited for again.
+  return settled(isWaiting(state, settling) ? { ...state, placesHold: false } : state, ids);
+}
+
+/** The user's words are complete. @param {State} state @param {string[]} ids @returns {Step} */
+function settled(state, ids) {
+  const command = spokenCommand(state);
+  return command ? command(state, ids) : (lateAnswer(state, ids) ?? delegate(state, ids[0], ids));
+}
+
+/** The call ends: what was delegated or answered is not waited for any longer. @param {State} state @returns {Step} */
+function handOver(state) {
+  const [next, effects] = hearAnswer(state, 0);
+  const ids = next.delegations.filter((d) => d.state === "settling").map((d) => d.id);
+  if (effects.length || !ids.length || !transcript.isAsking(next.transcript)) return [next, effects];
+  const command = spokenCommand(next);
+  if (command === spokenHangUp) return [commanded(next, ids, null), []];
+  return command ? command(next, ids) : delegate(next, ids[0], ids);
+}
+
+/** When the words of the delegations that wait for them are complete. @param {State} state */
+export function settlesAt(state) {
+  const settling = state.delegations.filter((d) => d.state === "settling");
+  if (!settling.length) return Infinity;
+  const marked = haveMarks(transcript.heardOf(state.transcript, state.attempt));
+  return dueAt(transcript.asking(state.transcript), settling[0].at, isWaiting(state, settling), marked);
+}
+
+/** @param {State} state @param {Delegation[]} settling */
+function isWaiting(state, settling) {
+  const heard = transcript.heardOf(state.transcript, state.attempt);
+  return state.placesHold && settling.some((d) => areLate(heard, d.placeMs));
+}
+
+/** Late words that go on with what was handed over in mid-sentence are handed over too. @param {State} state @returns {Step} */
+function handTail(state) {
+  const settling = state.delegations.some((d) => d.state === "settling");
+  const quiet = state.now - state.speech.userAt >= UTTERANCE_MS;
+  if (state.phase !== "live" || settling || !quiet || answerable(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
+  return delegate({ ...state, counter: state.counter + 1 }, `tail_${state.attempt}_${state.counter}`, []);
 }
 
 /** A delegation without words is no request, but it gets an answer. @param {State} state @param {string[]} ids @returns {Step} */
 function withoutWords(state, ids) {
   const done = { ...state, delegations: assign(state.delegations, ids, "answered", null) };
   if (state.runs.some((run) => !run.result)) {
-    const text = "Nothing new was asked. Hermes is still working on what was asked before; its answer comes later.";
-    return each(done, ...ids.map((id) => (/** @type {State} */ s) => note(s, text, id)));
+    return noteAll(done, "Nothing new was asked. Hermes is still working on what was asked before; its answer comes later.", ids);
   }
+  // The model hands some requests over twice, the second time when they are answered.
+  const acted = Math.max(state.actedAt, ...state.runs.map((run) => run.at));
+  const asked = state.delegations.find((d) => d.id === ids[0])?.at ?? state.now;
+  if (asked - acted < AGAIN_MS) return noteAll(done, "Nothing new was asked since the last answer.", ids);
   return [say(done, "notice", ["Sorry, I did not catch what you want me to do. Could you say it again?"], ids[ids.length - 1], null), []];
 }
 
 /** Words after a question, once complete, are its answer. @param {State} state @returns {Step} */
 function listenForAnswer(state) {
-  const run = openQuestion(state);
+  return hearAnswer(state, UTTERANCE_MS);
+}
+
+/** @param {State} state @param {number} quietMs after which they are complete @returns {Step} */
+function hearAnswer(state, quietMs) {
+  const run = answerable(state);
   const question = run?.question;
   if (state.phase !== "live" || !run || question?.stage !== "asked") return [state, []];
   /** @type {(f: transcript.Fragment, line: transcript.Line) => boolean} */
   const after = (f, line) => line.speaker === "user" && line.session === state.attempt && !line.typed && f.startMs >= question.afterMs;
   const words = transcript.pending(state.transcript, after);
-  if (!words.length || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
-  if (saysStop(state)) return spokenStop(state, []);
+  if (!words.length || state.now - state.speech.userAt < quietMs) return [state, []];
+  const command = spokenCommand(state);
+  if (command) return command(state, []);
   const [handed] = transcript.hand(state.transcript, after);
   const next = questionChanged(state, run.key, { stage: "answering" });
   const text = words.map((line) => line.text).join(" ");
   return [{ ...next, transcript: handed }, [{ do: "approve", key: run.key, runId: run.runId, requestId: question.requestId, heard: text }]];
-}
-
-/** Whether the user's newest words, all of them, ask to stop what is running. @param {State} state */
-function saysStop(state) {
-  const plain = (/** @type {string} */ text) => text.toLowerCase().replace(/[^\p{L}\p{N}' ]/gu, " ").replace(/\b(?:hermes|please|bitte)\b/g, " ").replace(/\s+/g, " ").trim();
-  const said = plain(transcript.newestWords(state.transcript, state.attempt));
-  return stoppable(state).length > 0 && state.stopPhrases.some((phrase) => plain(phrase) === said);
 }
 
 /** The runs that the user's newest words can be about. @param {State} state */
@@ -1073,22 +1253,61 @@ function stoppable(state) {
   return state.runs.filter((run) => !run.result && !run.stopAsked && run.at <= state.speech.userAt);
 }
 
-/** A stop that the model did not hand over. @param {State} state @returns {Step} */
-function listenForStop(state) {
-  const settling = state.delegations.some((d) => d.state === "settling");
-  if (state.phase !== "live" || settling || state.now - state.speech.userAt < UTTERANCE_MS || !saysStop(state)) return [state, []];
-  return spokenStop(state, []);
+/** What the user's newest words, all of them, ask of the call itself. @param {State} state @returns {((state: State, ids: string[]) => Step) | null} */
+function spokenCommand(state) {
+  const said = transcript.newestWords(state.transcript, state.attempt);
+  // What was said before there was anything to go on with is about something else.
+  const since = (/** @type {speech.Piece[]} */ pieces) => pieces.length > 0 && pieces[0].at <= state.speech.userAt;
+  if (isOneOf(said, state.terms.hangUpPhrases)) return spokenHangUp;
+  if (stoppable(state).length && isOneOf(said, state.stopPhrases)) return spokenStop;
+  const stage = openQuestion(state)?.question?.stage;
+  if (stage) return stage !== "answering" && isOneOf(said, state.repeatPhrases) ? spokenAskAgain : null;
+  if (since(state.speech.kept) && isOneOf(said, state.goOnPhrases)) return spokenGoOn;
+  if (since(state.speech.last) && isOneOf(said, state.repeatPhrases)) return spokenSayAgain;
+  return null;
 }
 
-/** Stop by voice; `ids` are the delegations that came with it. @param {State} state @param {string[]} ids @returns {Step} */
-function spokenStop(state, ids) {
-  const newest = state.transcript.lines.findLast((line) => line.speaker === "user");
+/** A command that the model did not hand over. @param {State} state @returns {Step} */
+function listenForCommand(state) {
+  const settling = state.delegations.some((d) => d.state === "settling");
+  if (state.phase !== "live" || settling || state.now - state.speech.userAt < UTTERANCE_MS) return [state, []];
+  return spokenCommand(state)?.(state, []) ?? [state, []];
+}
+
+/** The user's newest words are a command; `ids` are the delegations that came with it. @param {State} state @param {string[]} ids @param {string | null} run @returns {State} */
+function commanded(state, ids, run) {
+  const newest = transcript.newestOf(state.transcript);
   const [handed] = transcript.hand(state.transcript, (_, line) => line === newest);
+  return { ...state, transcript: handed, actedAt: state.now, delegations: assign(state.delegations, ids, run ? "sent" : "answered", run) };
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenHangUp(state, ids) {
+  return close(commanded(state, ids, null));
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenGoOn(state, ids) {
+  return each(commanded(state, ids, null), (s) => noteAll(s, "The rest of the answer follows.", ids), tellRest);
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenSayAgain(state, ids) {
+  return each(commanded(state, ids, null), (s) => noteAll(s, "The last answer follows once more.", ids), tellAgain);
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenAskAgain(state, ids) {
+  const key = openQuestion(state)?.key ?? "";
+  return each(commanded(state, ids, null), (s) => noteAll(s, "The question follows once more.", ids), (s) => ask(s, key, ""));
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenStop(state, ids) {
   const running = stoppable(state);
   const key = running[running.length - 1].key;
-  const next = { ...state, transcript: handed, delegations: assign(state.delegations, ids, "sent", key) };
   return each(
-    next,
+    commanded(state, ids, key),
     ...running.map((run) => (/** @type {State} */ s) => stopRun(s, { type: "stopRun", key: run.key })),
     (s) => [say(s, "notice", ["I am asking Hermes to stop."], ids[0] ?? null, key), []],
   );
@@ -1141,10 +1360,9 @@ function reportOn(state, run) {
     [next, effects] = note(next, text, delegation);
     next = changed(next, run.key, (r) => ({ ...r, noted: doing, notedAt: state.now }));
   }
-  const due = run.saidTimes ? run.saidAt + 15000 * 2 ** run.saidTimes : run.since + SAY_FIRST_MS;
-  if (state.now >= due) {
-    const words = works ? `Hermes is still working on it${doing ? `: ${doing}` : ""}.` : workingWords(run, seconds);
-    next = say(next, "progress", [`${words} That is ${seconds} seconds so far.`], delegation, run.key);
+  if (state.now >= sayAt(state.progress, run)) {
+    const words = works ? progressWords(doing, seconds, run.saidTimes) : waitingWords(workingWords(run, seconds), seconds, run.saidTimes);
+    next = say(next, "progress", [words], delegation, run.key);
     next = changed(next, run.key, (r) => ({ ...r, saidAt: state.now, saidTimes: r.saidTimes + 1 }));
   }
   return [next, effects];

@@ -5,12 +5,13 @@ const POLITE = /(?<![\p{L}\p{N}])(?:hermes|please|bitte)(?![\p{L}\p{N}])/gu;
 
 /** @param {string} text */
 function plain(text) {
-  const words = text.toLowerCase().replace(/[^\p{L}\p{M}\p{N}' ]/gu, " ");
-  return words.replace(POLITE, " ").replace(/\s+/g, " ").trim();
+  return text.toLowerCase().replace(/[^\p{L}\p{M}\p{N}' ]/gu, " ").replace(/\s+/g, " ").trim();
 }
 
 /** Whether a text is one of the phrases. @param {string} said @param {string[]} phrases */
 export function isOneOf(said, phrases) {
   const words = plain(said);
-  return !!words && phrases.some((phrase) => plain(phrase) === words);
+  // A phrase may hold such a word itself: "goodbye" alone is not "goodbye Hermes".
+  const asked = [words, plain(words.replace(POLITE, " "))].filter(Boolean);
+  return phrases.some((phrase) => asked.includes(plain(phrase)));
 }

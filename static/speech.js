@@ -5,16 +5,30 @@
 //   said       when the voice has been heard and gone quiet, or a bound has passed: the
 //              model may say nothing, and nothing on the wire marks an end
 //
-// Each piece is sent once. A question goes before results, results before progress. Newer
-// progress replaces older, results are never replaced.
+//   cut        the user talked over it and the voice gave way, or was told to be quiet: kept
+//   kept       -> queued again when the user asks to go on
+//   refused    too long for the model: sent once more as two halves, then given up
+//
+// What must stay true:
+//
+//   1. Each piece is sent once, unless the user asks to hear it again.
+//   2. A question goes before results, results before progress. Newer progress and newer
+//      reminders replace older, results are never replaced.
+//   3. What was cut off is said again only when the user asks for it.
+//   4. No half ends within a character, joined emoji included.
 
 /**
- * @typedef {{kind: "question" | "result" | "notice" | "progress", text: string,
- *   delegation: string | null, run: string | null, at: number}} Piece
- * @typedef {{id: string, piece: Piece, sentAt: number, placedAt: number | null, sounded: boolean}} Current
- * @typedef {{waiting: Piece[], current: Current | null, sounding: boolean, soundAt: number,
- *   userAt: number, freeAt: number}} Speech   `soundAt`: when the voice last began or ceased;
- *   `userAt`: when the user's words last came; `freeAt`: when the last piece was said
+ * @typedef {{kind: "question" | "reminder" | "result" | "notice" | "progress", text: string,
+ *   delegation: string | null, run: string | null, at: number, half?: boolean}} Piece
+ *   `half`: it is one of a piece that was refused
+ * @typedef {{id: string, piece: Piece, sentAt: number, placedAt: number | null, sounded: boolean,
+ *   talkedOver: boolean, voiced: number}} Current
+ *   `voiced`: so many characters of the voice's words came since it was placed
+ * @typedef {{waiting: Piece[], current: Current | null, kept: Piece[], last: Piece[],
+ *   sounding: boolean, soundAt: number, userAt: number, freeAt: number}} Speech
+ *   `kept`: results that were cut off; `last`: the newest answer that was begun, whole;
+ *   `soundAt`: when the voice last began or ceased; `userAt`: when the user's words last
+ *   came; `freeAt`: when the last piece was said
  */
 
 // The meter calls the voice quiet after 400 ms.
@@ -26,11 +40,17 @@ const PLACED_MS = 5000; // appends are placed within a second while audio flows
 const SILENT_MS = 4000; // speech begins 1.0 to 1.5 s after its append is placed
 const SLOWEST_MS_PER_CHAR = 120; // speech runs at 13 to 15 characters a second
 const PIECES_KEPT = 100;
+// The voice rewords a little: a piece of which so much was heard has been said.
+const SAID_PART = 0.8;
+const LONG_CHARS = 60; // nothing shorter is refused for its length
 
-const ORDER = ["question", "result", "notice", "progress"];
+const ORDER = ["question", "reminder", "result", "notice", "progress"];
+const REPLACED = ["reminder", "progress"];
 
 /** @type {Speech} */
-export const QUIET = { waiting: [], current: null, sounding: false, soundAt: -1e9, userAt: -1e9, freeAt: -1e9 };
+export const QUIET = {
+  waiting: [], current: null, kept: [], last: [], sounding: false, soundAt: -1e9, userAt: -1e9, freeAt: -1e9,
+};
 
 /**
  * Put pieces into the queue.
@@ -38,10 +58,13 @@ export const QUIET = { waiting: [], current: null, sounding: false, soundAt: -1e
  * @returns {Speech}
  */
 export function enqueue(speech, pieces) {
-  const newer = pieces.some((piece) => piece.kind === "progress");
-  const kept = newer ? speech.waiting.filter((piece) => piece.kind !== "progress") : speech.waiting;
-  const waiting = [...kept, ...pieces].sort((a, b) => ORDER.indexOf(a.kind) - ORDER.indexOf(b.kind));
-  return { ...speech, waiting: waiting.slice(0, PIECES_KEPT) };
+  const newer = REPLACED.filter((kind) => pieces.some((piece) => piece.kind === kind));
+  return { ...speech, waiting: ordered([...speech.waiting.filter((piece) => !newer.includes(piece.kind)), ...pieces]) };
+}
+
+/** @param {Piece[]} pieces */
+function ordered(pieces) {
+  return pieces.sort((a, b) => ORDER.indexOf(a.kind) - ORDER.indexOf(b.kind)).slice(0, PIECES_KEPT);
 }
 
 /** Forget waiting pieces. @param {Speech} speech @param {(piece: Piece) => boolean} unwanted @returns {Speech} */
@@ -63,6 +86,85 @@ export function placed(speech, id, at) {
   return { ...speech, current: { ...current, placedAt: at, sounded: speech.sounding } };
 }
 
+/** Words of the voice came. @param {Speech} speech @param {string} text @returns {Speech} */
+export function voiced(speech, text) {
+  const current = speech.current;
+  if (!current || current.placedAt === null) return speech;
+  return { ...speech, current: { ...current, voiced: current.voiced + text.length } };
+}
+
+/** Words of the user came. @param {Speech} speech @param {number} at @param {boolean} over they are more than a sound of listening @returns {Speech} */
+export function listened(speech, at, over) {
+  const current = speech.current && speech.current.sounded && speech.sounding && over ? { ...speech.current, talkedOver: true } : speech.current;
+  return { ...speech, userAt: at, current };
+}
+
+/** Be quiet: what was to be said of results is kept, and a question still asked. @param {Speech} speech @returns {Speech} */
+export function hush(speech) {
+  const unsaid = [...(speech.current ? [speech.current.piece] : []), ...speech.waiting].filter((piece) => piece.kind === "result");
+  const waiting = speech.waiting.filter((piece) => piece.kind === "question");
+  return keep({ ...speech, waiting, current: null }, unsaid);
+}
+
+/** @param {Speech} speech @param {Piece[]} pieces @returns {Speech} */
+function keep(speech, pieces) {
+  const runs = new Set(pieces.map((piece) => piece.run));
+  const earlier = speech.kept.filter((piece) => !runs.has(piece.run));
+  // One that was cut off may wait as well, to be said again.
+  const once = pieces.filter((piece, n) => pieces.findIndex((other) => other.run === piece.run && other.text === piece.text) === n);
+  return { ...speech, kept: [...once, ...earlier].slice(0, PIECES_KEPT) };
+}
+
+/** Say what was kept, after what leads to it. @param {Speech} speech @param {Piece[]} lead @param {number} at @returns {Speech} */
+export function goOn(speech, lead, at) {
+  return requeue({ ...speech, kept: [] }, [...lead, ...speech.kept], at);
+}
+
+/** Say the last answer once more, from its beginning. @param {Speech} speech @param {number} at @returns {Speech} */
+export function again(speech, at) {
+  const run = speech.last[0]?.run;
+  const others = (/** @type {Piece[]} */ pieces) => pieces.filter((piece) => piece.kind !== "result" || piece.run !== run);
+  return requeue({ ...speech, kept: others(speech.kept), waiting: others(speech.waiting) }, speech.last, at);
+}
+
+/** @param {Speech} speech @param {Piece[]} pieces @param {number} at @returns {Speech} */
+function requeue(speech, pieces, at) {
+  const asked = pieces.map((piece) => ({ ...piece, at }));
+  const current = speech.current?.talkedOver ? null : speech.current;
+  return { ...speech, current, waiting: ordered([...asked, ...speech.waiting]) };
+}
+
+/**
+ * The model refused the current piece; if that may be for its length, its halves are sent.
+ * @param {Speech} speech @param {boolean} long
+ * @returns {[Speech, boolean]} and whether it is given up
+ */
+export function refused(speech, long) {
+  const piece = speech.current?.piece;
+  const texts = piece && long && !piece.half && piece.text.length >= LONG_CHARS ? halves(piece.text) : [];
+  const free = { ...speech, current: null };
+  if (!piece || texts.length < 2) return [free, true];
+  const parts = texts.map((text) => ({ ...piece, text, half: true }));
+  return [{ ...free, waiting: ordered([...parts, ...speech.waiting]) }, false];
+}
+
+// In this order: after a sentence, at a space, between two characters as people see them.
+const SEAMS = [/(?<=[.!?…]["'”’)\]]*)\s+|(?<=[。！？؟])/gu, /\s+/gu];
+
+/** A text in two, cut where it hurts least, near its middle. One character stays whole. @param {string} text @returns {string[]} */
+export function halves(text) {
+  const characters = [...new Intl.Segmenter().segment(text)].map(({ index }) => index).slice(1);
+  const places = [...SEAMS.map((seam) => [...text.matchAll(seam)].map(({ index }) => index ?? 0)), characters];
+  const far = (/** @type {number} */ at) => Math.abs(at - text.length / 2);
+  for (const seams of places) {
+    const at = seams.sort((a, b) => far(a) - far(b))[0];
+    const parts = [text.slice(0, at).trim(), text.slice(at).trim()];
+    // A cut in the last quarters would leave one half as long as the piece was.
+    if (at !== undefined && (seams === characters || far(at) <= text.length / 4) && parts.every(Boolean)) return parts;
+  }
+  return [text];
+}
+
 /**
  * The piece to send at this moment, if there is one.
  * @param {Speech} speech @param {string} id for it @param {number} at
@@ -70,11 +172,30 @@ export function placed(speech, id, at) {
  */
 export function next(speech, id, at) {
   if (speech.current && !isSaid(speech, speech.current, at)) return [speech, null];
-  const free = { ...speech, current: null, freeAt: speech.current ? at : speech.freeAt };
-  const [piece, ...waiting] = speech.waiting;
+  const free = finished(speech, at);
+  const [piece, ...waiting] = free.waiting;
   if (!piece || !mayBegin(free, piece, at)) return [free, null];
-  const current = { id, piece, sentAt: at, placedAt: null, sounded: false };
-  return [{ ...free, waiting, current }, piece];
+  const current = { id, piece, sentAt: at, placedAt: null, sounded: false, talkedOver: false, voiced: 0 };
+  const begins = piece.kind === "result" && piece.run !== free.last[0]?.run;
+  const last = begins ? [piece, ...waiting.filter((other) => isPart(other, piece))] : free.last;
+  return [{ ...free, waiting, current, last }, piece];
+}
+
+/** @param {Piece} piece @param {Piece} other of the same answer? */
+function isPart(piece, other) {
+  return piece.kind === "result" && other.kind === "result" && piece.run === other.run;
+}
+
+/** The current piece is over: said, or cut off. @param {Speech} speech @param {number} at @returns {Speech} */
+function finished(speech, at) {
+  const { current, ...rest } = speech;
+  if (!current) return speech;
+  const free = { ...rest, current: null, freeAt: at };
+  const { piece } = current;
+  const isCut = piece.kind === "result" && current.talkedOver && current.voiced < SAID_PART * piece.text.length;
+  if (!isCut) return free;
+  const left = free.waiting.filter((other) => isPart(other, piece));
+  return keep({ ...free, waiting: free.waiting.filter((other) => !left.includes(other)) }, [piece, ...left]);
 }
 
 /** @param {Speech} speech @param {Current} current @param {number} at */

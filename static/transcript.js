@@ -3,15 +3,20 @@
 // The model's transcript has no turns and no ends, its fragments overlap between speakers
 // and may come late or twice. A line is only a way to show them.
 
+import { echoLength } from "./echo.js";
+
 /**
- * @typedef {{text: string, startMs: number, endMs: number, batch: number}} Fragment
- *   `batch` is the number of the hand-over it went with, 0 if it has not been handed over.
+ * @typedef {{text: string, startMs: number, endMs: number, batch: number, at: number}} Fragment
+ *   `batch` is the number of the hand-over it went with, 0 if it has not been handed over,
+ *   ECHO if the user did not say it;
+ *   `at`: when it came
  * @typedef {{key: number, speaker: "user" | "assistant", typed: boolean, session: number,
  *   fragments: Fragment[], at: number, saved: number}} Line
  *   `at`: when it began; `saved`: so many of its characters the server has
  * @typedef {{lines: Line[], seen: string[], next: number, batches: number}} Transcript
  */
 
+const ECHO = -2;
 export const LINES_KEPT = 400;
 const SEEN_KEPT = 500;
 const FRAGMENTS_KEPT = 400; // in one line; a longer speech goes on in the next
@@ -22,6 +27,8 @@ const REQUEST_CHARS = 24000;
 const LINE_GAP_MS = 1500;
 // A pause of this length between two words ends a sentence too.
 const PAUSE_MS = 700;
+const ECHO_LINES = 4; // of the voice, and of each so many fragments, hold its last 8 s
+const ECHO_FRAGMENTS = 60;
 // A line that is only a sound of listening asks for nothing.
 const SOUND = /^(?:h+m+|m+(?:h+m*)?|uh[ -]?huh|aha|ah|oh|uhm?|um|er|ähm?)[.,!…]*$/i;
 
@@ -41,10 +48,13 @@ export function add(transcript, heard, session, at) {
   const id = heard.id && `${session} ${heard.id}`;
   if (id && transcript.seen.includes(id)) return transcript;
   const seen = id ? [...transcript.seen, id].slice(-SEEN_KEPT) : transcript.seen;
-  const fragment = { text: heard.text, startMs: heard.startMs, endMs: heard.endMs, batch: 0 };
+  const fragment = { text: heard.text, startMs: heard.startMs, endMs: heard.endMs, batch: 0, at };
   const open = transcript.lines
     .slice(-2)
     .find((line) => line.speaker === heard.speaker && line.session === session && !line.typed && near(line, fragment));
+  // Not every service gives its fragments ids.
+  const again = !heard.id && open?.fragments.some((f) => f.text === heard.text && f.startMs === heard.startMs && f.endMs === heard.endMs);
+  if (again) return transcript;
   if (!open) return { ...newLine(transcript, heard.speaker, false, session, fragment, at), seen };
   const fragments = [...open.fragments];
   const later = fragments.findIndex((other) => other.startMs > fragment.startMs);
@@ -65,7 +75,7 @@ function near(line, fragment) {
  * @param {Transcript} transcript @param {string} text @param {number} session @param {number} at
  */
 export function addTyped(transcript, text, session, at) {
-  return newLine(transcript, "user", true, session, { text, startMs: 0, endMs: 0, batch: 0 }, at);
+  return newLine(transcript, "user", true, session, { text, startMs: 0, endMs: 0, batch: 0, at }, at);
 }
 
 /**
@@ -80,7 +90,29 @@ function newLine(transcript, speaker, typed, session, fragment, at) {
 
 /** A line's whole text. @param {Line} line */
 export function textOf(line) {
-  return line.fragments.map((fragment) => fragment.text).join("").trim();
+  return line.fragments.map((fragment) => (fragment.batch === ECHO ? "" : fragment.text)).join("").trim();
+}
+
+/** Mark what of the user's newest utterance is an echo of the voice. @param {Transcript} transcript @param {number} session @returns {Transcript} */
+export function markEcho(transcript, session) {
+  const ofSession = transcript.lines.filter((line) => line.session === session && !line.typed);
+  const line = ofSession.findLast((l) => l.speaker === "user");
+  if (!line) return transcript;
+  const from = line.fragments.findLastIndex((f, n) => n > 0 && f.startMs - line.fragments[n - 1].endMs >= PAUSE_MS);
+  const utterance = line.fragments.slice(Math.max(0, from));
+  const voiced = ofSession.filter((l) => l.speaker === "assistant").slice(-ECHO_LINES).flatMap((l) => l.fragments.slice(-ECHO_FRAGMENTS));
+  const echoed = utterance.slice(0, echoLength(utterance, voiced));
+  return mark(transcript, (f) => (!utterance.includes(f) || f.batch > 0 ? f.batch : echoed.includes(f) ? ECHO : 0));
+}
+
+/** Whether the newest fragment of the user's is an echo. @param {Transcript} transcript */
+export function isEchoing(transcript) {
+  return transcript.lines.findLast((line) => line.speaker === "user")?.fragments.at(-1)?.batch === ECHO;
+}
+
+/** The user's newest line. @param {Transcript} transcript */
+export function newestOf(transcript) {
+  return transcript.lines.findLast((line) => line.speaker === "user" && textOf(line));
 }
 
 /**
@@ -102,9 +134,14 @@ export function pending(transcript, wanted = () => true) {
     .filter((line) => line.text);
 }
 
+/** Whether a text is only a sound of listening. @param {string} text */
+export function isSound(text) {
+  return SOUND.test(text.trim());
+}
+
 /** Whether the user has said something that has not been handed over. @param {Transcript} transcript */
 export function isAsking(transcript) {
-  return pending(transcript).some((line) => line.speaker === "user" && !SOUND.test(line.text));
+  return pending(transcript).some((line) => line.speaker === "user" && !isSound(line.text));
 }
 
 /**
@@ -160,12 +197,33 @@ export function history(transcript, most) {
   return lines.filter((line) => line.text).slice(-most);
 }
 
-const ENDED = /[.!?…。！？؟]["'”’)\]]*$/;
+/** All of the user's fragments in a session. @param {Transcript} transcript @param {number} session */
+export function heardOf(transcript, session) {
+  return transcript.lines.filter((line) => line.speaker === "user" && line.session === session && !line.typed).flatMap((line) => line.fragments);
+}
 
-/** Whether the user's newest words end a sentence. @param {Transcript} transcript */
-export function endsSentence(transcript) {
-  const last = transcript.lines.findLast((line) => line.speaker === "user");
-  return !!last && ENDED.test(textOf(last));
+/** The newest of the user's words that ask for something and were not handed over. @param {Transcript} transcript @returns {Fragment[]} */
+export function asking(transcript) {
+  const left = transcript.lines.filter((line) => line.speaker === "user").map((line) => line.fragments.filter((f) => !f.batch));
+  return left.findLast((fragments) => fragments.some((f) => f.text.trim() && !isSound(f.text))) ?? [];
+}
+
+/** Whether words came that go on with what went in a batch. @param {Transcript} transcript @param {number} batch */
+export function goesOn(transcript, batch) {
+  const line = transcript.lines.findLast((l) => l.speaker === "user" && l.fragments.some((f) => f.batch === batch));
+  const from = line?.fragments.findLastIndex((f) => f.batch) ?? -1;
+  if (!batch || line?.fragments[from].batch !== batch) return false;
+  const before = textOf({ ...line, fragments: line.fragments.slice(0, from + 1) });
+  return !endsSentence(before) && line.fragments.slice(from + 1).some((f) => f.text.trim() && !isSound(f.text));
+}
+
+const ENDED = /[.!?…。！？؟।]["'”’)\]」』]*$/u;
+// A short form before the mark goes on.
+const SHORT = /(?<!\p{L})(?:e\.g|i\.e|z\.\s?b|d\.\s?h|p\.\s?ex|dr|mr|mrs|ms|st|vs|approx)\.$/iu;
+
+/** Whether a text ends as a sentence does. @param {string} text */
+export function endsSentence(text) {
+  return ENDED.test(text) && !SHORT.test(text);
 }
 
 /**
@@ -174,23 +232,24 @@ export function endsSentence(transcript) {
  * @param {Transcript} transcript @param {number} session
  */
 export function newestWords(transcript, session) {
-  const last = transcript.lines.findLast((line) => line.speaker === "user");
-  if (!last || last.session !== session) return "";
+  const line = newestOf(transcript);
+  if (!line || line.session !== session) return "";
+  const last = { ...line, fragments: line.fragments.filter((fragment) => fragment.batch !== ECHO) };
   const from = last.fragments.findLastIndex((fragment) => fragment.batch) + 1;
   const before = textOf({ ...last, fragments: last.fragments.slice(0, from) });
   const paused = from > 0 && last.fragments[from]?.startMs - last.fragments[from - 1].endMs >= PAUSE_MS;
-  return !before || paused || ENDED.test(before) ? textOf({ ...last, fragments: last.fragments.slice(from) }) : "";
+  return !before || paused || endsSentence(before) ? textOf({ ...last, fragments: last.fragments.slice(from) }) : "";
 }
 
 /** What the user asked last. @param {Transcript} transcript */
 export function lastAsked(transcript) {
-  const last = transcript.lines.findLast((line) => line.speaker === "user");
+  const last = newestOf(transcript);
   return last ? textOf(last) : "";
 }
 
 /** The lines that the server does not have as they are. @param {Transcript} transcript */
 export function unsaved(transcript) {
-  return transcript.lines.filter((line) => textOf(line).length !== line.saved);
+  return transcript.lines.filter((line) => textOf(line) && textOf(line).length !== line.saved);
 }
 
 /** All lines are with the server. @param {Transcript} transcript @returns {Transcript} */
@@ -221,7 +280,7 @@ export function recall(transcript, lines, at) {
     speaker: line.speaker,
     typed: true,
     session: -1,
-    fragments: [{ text: line.text, startMs: 0, endMs: 0, batch: -1 }],
+    fragments: [{ text: line.text, startMs: 0, endMs: 0, batch: -1, at }],
     at: at - line.age,
     saved: line.text.trim().length,
   }));

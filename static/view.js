@@ -32,6 +32,8 @@ const start = find("start", HTMLButtonElement);
 const hangUp = find("hang-up", HTMLButtonElement);
 const mute = find("mute", HTMLButtonElement);
 const stopSpeaking = find("stop-speaking", HTMLButtonElement);
+const goOn = find("go-on", HTMLButtonElement);
+const sayAgain = find("say-again", HTMLButtonElement);
 const stopTask = find("stop-task", HTMLButtonElement);
 const conversations = find("conversations", HTMLButtonElement);
 const talks = find("talks", HTMLDialogElement);
@@ -72,7 +74,8 @@ let atEnd = true;
 let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
 
 /**
- * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, stopTask(): void,
+ * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, goOn(): void,
+ *   sayAgain(): void, stopTask(): void,
  *   send(text: string): void, token(token: string, remember: boolean): void,
  *   conversations(): void, settings(): void, choose(setting: string, value: string): void,
  *   forgetToken(): void} & Actions} callbacks
@@ -84,6 +87,8 @@ export function bind(callbacks) {
   hangUp.addEventListener("click", callbacks.hangUp);
   mute.addEventListener("click", callbacks.mute);
   stopSpeaking.addEventListener("click", callbacks.stopSpeaking);
+  goOn.addEventListener("click", callbacks.goOn);
+  sayAgain.addEventListener("click", callbacks.sayAgain);
   stopTask.addEventListener("click", callbacks.stopTask);
   conversations.addEventListener("click", callbacks.conversations);
   talksNew.addEventListener("click", () => callbacks.switchTo(""));
@@ -249,6 +254,9 @@ export function render(state) {
   mute.ariaPressed = String(state.muted);
   show(mute, state.muted ? "Unmute" : "Mute");
   stopSpeaking.hidden = state.phase !== "live" || state.silenced || !state.speech.sounding;
+  const mayTell = state.phase === "live" && (state.silenced || !state.speech.sounding);
+  goOn.hidden = !mayTell || !state.speech.kept.length;
+  sayAgain.hidden = !mayTell || !state.speech.last.length;
   stopTask.hidden = !working;
   stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
   compose.hidden = conversations.hidden = settings.hidden = !entry.hidden;
@@ -270,7 +278,7 @@ function show(element, text) {
 function renderLog(state) {
   const newest = state.notices.at(-1);
   const wanted = [
-    ...state.transcript.lines.map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
+    ...state.transcript.lines.filter(textOf).map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
     ...state.runs.map((run) => ({ key: `run${run.key}`, at: run.at, draw: drawRun, data: carded(run, state) })),
     ...state.notices.map((notice) => ({ key: `notice${notice.key}`, at: notice.at, draw: drawNotice, data: { ...notice, offersCall: notice.offersCall && state.phase === "idle" && notice === newest } })),
   ].sort((a, b) => a.at - b.at);

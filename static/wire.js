@@ -33,7 +33,9 @@ const FROM_VOICE = new Map(Object.entries({
   "session.input_transcript.delta": (e) => heard("user", e),
   "session.output_transcript.delta": (e) => heard("assistant", e),
   "session.delegation.created": (e) =>
-    e.delegation?.target === "client" && string(e.delegation.id) ? { type: "delegated", id: e.delegation.id } : null,
+    e.delegation?.target === "client" && string(e.delegation.id)
+      ? { type: "delegated", id: e.delegation.id, placeMs: number(e.offset_ms) }
+      : null,
   "session.commentary.appended": (e) =>
     // Without its place it cannot tell which words came after it.
     number(e.end_ms) === null ? null : { type: "placed", sent: string(e.client_event_id), endMs: e.end_ms },

@@ -24,6 +24,7 @@ import * as call from "../static/call.js";
 import * as demo from "../static/demo.js";
 import { parse } from "../static/markdown.js";
 import * as meter from "../static/meter.js";
+import { isOneOf } from "../static/phrases.js";
 import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
 import * as transcript from "../static/transcript.js";
@@ -100,7 +101,7 @@ class Watched {
 
   #checkBounds() {
     const { transcript: said, speech: queue, runs, notices, delegations, held } = this.state;
-    const sizes = [said.lines, said.seen, queue.waiting, runs, notices, delegations, held, ...runs.map((run) => run.tools)];
+    const sizes = [said.lines, said.seen, queue.waiting, queue.kept, queue.last, runs, notices, delegations, held, ...runs.map((run) => run.tools)];
     for (const list of [...sizes, ...said.lines.map((line) => line.fragments)]) assert.ok(list.length <= 500, "a list has no bound");
   }
 }
@@ -212,8 +213,11 @@ const EVENTS = [
   { type: "agreed", terms: { ...call.START.terms, greeting: "Hello!" } },
   { type: "mute", on: true },
   { type: "stopSpeaking" },
+  { type: "goOn" },
+  { type: "sayAgain" },
+  { type: "set", progress: "chatty" },
   { type: "typed", text: "Check the wiki.", id: "9" },
-  { type: "configured", idleSeconds: 60, stopPhrases: ["stop"], page: "p" },
+  { type: "configured", idleSeconds: 60, stopPhrases: ["stop"], goOnPhrases: ["go on"], repeatPhrases: ["again"], page: "p" },
   { type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "Check the build.", age: 90000 }] },
   { type: "claimed", key: "d1", mine: true },
   { type: "notKept" },
@@ -302,6 +306,9 @@ function numbers(seed) {
   };
 }
 
+/** A result without what leads to it. */
+const untitled = (text) => text.replace(/^About what you asked before, “.*”: /, "");
+
 /** The id of the run that a key stands for. */
 const idOf = (key) => (key.startsWith("r_") ? key : `r_${key}`);
 
@@ -324,7 +331,7 @@ class Walk {
 
   constructor(seed) {
     this.random = numbers(seed);
-    this.play({ type: "configured", idleSeconds: 7200, stopPhrases: ["stop"], page: "p" });
+    this.play({ type: "configured", idleSeconds: 7200, stopPhrases: ["stop"], goOnPhrases: ["go on"], repeatPhrases: ["again"], page: "p" });
     this.play({ type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "w0", age: 90000 }] });
   }
 
@@ -345,6 +352,7 @@ class Walk {
       [40, { type: "tick" }],
       [9, { type: "heard", speaker: "user", text: ` w${id}${this.#one([".", ""])}`, startMs: at + this.random(2000), endMs: at + 2000 }],
       [2, { type: "heard", speaker: "user", text: "Stop.", startMs: at + 4000, endMs: at + 4200 }],
+      [1, { type: "heard", speaker: "user", text: this.#one(["Go on.", "Again."]), startMs: at + 4000, endMs: at + 4200 }],
       [4, { type: "heard", speaker: "assistant", text: ` v${id}`, startMs: at, endMs: at + 200 }],
       [6, { type: "delegated", id: this.#one([`d${id}`, `d${id}`, state.delegations.at(-1)?.id ?? `d${id}`]) }],
       [9, { type: "placed", sent: this.#one(["newest", "newest", null, "say_0_0"]), endMs: at }],
@@ -356,6 +364,7 @@ class Walk {
       [2, { type: "typed", text: `w${id}`, id: `${id}` }],
       [2, { type: "approve", ...about, choice: this.#one(["once", "deny"]) }],
       [3, { type: "answered", ...about, choice: this.#one(["once", null]), message: this.#one([undefined, "No."]) }],
+      [state.late ? 30 : 0, { type: "answered", ...state.late, late: true, choice: null, code: this.#one(["too_late", undefined]) }],
       [1, { type: "stopRun", key: run }],
       [1, { type: "refused", key: run, message: "No." }],
       [1, { type: "mute", on: this.random(2) === 0 }],
@@ -368,7 +377,7 @@ class Walk {
       [state.renewal ? 9 : 0, { ...this.#one([{ type: "opened", sessionId: `s${id}` }, { type: "started", expiresAt: 60, wallMs: 0 }, { type: "failed", message: "No." }]), attempt: state.renewal?.attempt }],
       [1, { type: "notice", level: "info", text: `${id}` }],
       [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], seconds: 0, delivered: false, result: null }] }],
-      [1, { type: "stopSpeaking" }],
+      [1, { type: this.#one(["stopSpeaking", "goOn", "sayAgain"]) }],
       [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }])],
       [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started", expiresAt: 60, wallMs: 0 }])],
     ];
@@ -421,8 +430,10 @@ class Walk {
     if (event.type === "claimed" && this.#claims.delete(event.key) && event.mine !== null) this.#claimed.set(event.key, event.mine);
     const effects = this.watched.play(event);
     const { state } = this.watched;
+    this.#mayRepeat(event, before, state);
     if (state.phase !== "live" || state.attempt !== before.attempt) for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     for (const effect of effects) this.#check(effect);
+    if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     const stopping = state.runs.filter((r) => r.stopAsked && !r.result).map((r) => r.key);
     const unwanted = state.speech.waiting.filter(({ kind, run }) => ["progress", "question"].includes(kind) && stopping.includes(run));
     assert.deepEqual(unwanted, [], "something of a run that is being stopped waits to be said");
@@ -430,6 +441,13 @@ class Walk {
       if (!this.#told.has(id) && !before.delegations.some((d) => d.id === id && d.state === "answered")) this.#owed.add(id);
     }
     if (event.type === "stopSpeaking") this.#owed.clear();
+  }
+
+  /** What the user asked to hear again is not said twice. */
+  #mayRepeat(event, before, { speech: { waiting, current }, actedAt }) {
+    if (!["goOn", "sayAgain"].includes(event.type) && actedAt === before.actedAt) return;
+    const earlier = [...before.speech.kept, ...before.speech.last].map(({ text }) => text);
+    for (const { text } of current ? [...waiting, current.piece] : waiting) if (earlier.includes(text)) this.#said.delete(untitled(text));
   }
 
   #check(effect) {
@@ -442,7 +460,7 @@ class Walk {
       this.#claims.add(effect.key);
     }
     if (effect.do === "keep") for (const line of effect.lines) this.#kept.set(line.key, line.text);
-    const told = effect.do === "say" && effect.text.replace(/^About what you asked before, “.*”: /, "");
+    const told = effect.do === "say" && untitled(effect.text);
     if (this.#results.has(told)) {
       const run = this.#results.get(told);
       assert.ok(!this.#said.has(told), `said twice: ${told}`);
@@ -462,7 +480,7 @@ class Walk {
       }
     }
     if (effect.do === "follow") this.#working.push(effect.key);
-    if (effect.do === "approve") {
+    if (effect.do === "approve" && !effect.late) {
       assert.ok(!this.#answering.has(effect.requestId), `${effect.requestId} was answered twice`);
       this.#answering.add(effect.requestId);
     }
@@ -472,6 +490,7 @@ class Walk {
   end() {
     this.play({ type: "link", broken: false });
     this.play({ type: "sound", on: false });
+    this.play({ type: "resumed" });
     this.play({ type: "leave" });
     for (const line of this.watched.state.transcript.lines.filter((l) => l.session >= 0)) {
       assert.equal(this.#kept.get(`p_${line.key}`), transcript.textOf(line) || undefined);
@@ -549,6 +568,102 @@ describe("how long a session lives", () => {
   }
 });
 
+// ---- settling
+
+// What people say, and how it comes: {"kind", "about", "said", "requests"}. In `said` there are
+// ["user" or "voice", start, text, came], ["delegated", came, place?], ["sound", came, on] and
+// ["done", came, how the newest run ended]; all times are ms, a word takes 200. `requests` are
+// the user's words as Hermes must get them, null if only each word must come once and in order.
+const SPEECH = JSON.parse(readFileSync(new URL("speech.json", import.meta.url), "utf8"));
+
+/** Play it as the page would, awake at every tick and whenever words are complete. */
+function heardBy(scenario) {
+  const watched = begin({ begin: "live" });
+  const began = watched.now;
+  const handed = [];
+  const ids = new Map();
+  const play = (event) => {
+    for (const effect of watched.play(event)) if (effect.do === "delegate") handed.push({ ...effect, at: watched.now - began });
+  };
+  const until = (time) => {
+    for (;;) {
+      const tick = Math.floor((watched.now - began) / TICK_MS + 1) * TICK_MS;
+      const next = Math.min(tick, Math.max(watched.now - began + 1, Math.ceil(call.settlesAt(watched.state) - began)));
+      if (next > time) break;
+      watched.now = began + next;
+      play({ type: "tick" });
+    }
+    watched.now = began + time;
+  };
+  const came = (entry) => (["user", "voice"].includes(entry[0]) ? entry[3] : entry[1]);
+  for (const entry of [...scenario.said].sort((a, b) => came(a) - came(b))) {
+    const [kind, start, what] = entry;
+    until(came(entry));
+    const words = JSON.stringify([kind, start, what]);
+    if (kind === "sound") play({ type: "sound", on: what });
+    else if (kind === "delegated") play({ type: "delegated", id: `d${came(entry)}`, placeMs: what ?? null });
+    else if (kind === "done") finish(handed.at(-1).key, what, play);
+    else play({ type: "heard", speaker: kind === "user" ? "user" : "assistant", text: what, startMs: start, endMs: start + 200, id: ids.get(words) ?? words });
+  }
+  until(20_000);
+  return { handed, waits: handed.map((request) => waited(request, scenario.said)) };
+}
+
+function finish(key, how, play) {
+  play({ type: "update", key, update: { type: "run", run_id: idOf(key), state: "running" } });
+  play({ type: "update", key, update: { type: "done", finish_reason: how, say: ["That is all."], show: "" } });
+}
+
+/** From the newest of a request's words, or its delegation if that came later, to its start. */
+function waited(request, said) {
+  const before = said.filter((entry) => (entry[0] === "user" && entry[3] <= request.at) || (entry[0] === "delegated" && `d${entry[1]}` === request.key));
+  const asking = before.filter(([kind, , text]) => kind !== "user" || !transcript.isSound(text));
+  return request.at - Math.max(...asking.map((entry) => (entry[0] === "user" ? entry[3] : entry[1])));
+}
+
+const userWords = ({ lines }) => lines.filter((line) => line.speaker === "user").map((line) => line.text).join(" ");
+
+const everyWord = ({ said }) => said.filter(([kind]) => kind === "user").map(([, , text]) => text).join("").trim();
+
+describe("settling", () => {
+  const figures = new Map();
+  let [missing, spoken] = [0, 0];
+
+  for (const scenario of SPEECH) {
+    test(`${scenario.kind}: ${scenario.about}`, () => {
+      const { handed, waits } = heardBy(scenario);
+
+      const requests = handed.map(userWords);
+      const wanted = (scenario.requests ?? [everyWord(scenario)]).join(" ").split(" ").filter(Boolean);
+      const got = requests.join(" ").split(" ");
+      [missing, spoken] = [missing + wanted.filter((word) => !got.includes(word)).length, spoken + wanted.length];
+      if (scenario.requests) assert.deepEqual(requests, scenario.requests);
+      else assert.equal(requests.join(" "), everyWord(scenario));
+      for (const [n, { key }] of handed.entries()) {
+        const kind = key.startsWith("tail_") ? "tail without a delegation" : scenario.kind;
+        figures.set(kind, [...(figures.get(kind) ?? []), waits[n]]);
+        assert.ok(waits[n] <= (key.startsWith("tail_") ? 1500 : 600), `waited ${waits[n]} ms`);
+      }
+    });
+  }
+
+  test("the figures", (t) => {
+    const rows = [...figures].map(([kind, waits]) => [kind, waits.sort((a, b) => a - b)]);
+    const at = (waits, part) => waits[Math.min(waits.length - 1, Math.floor(part * waits.length))];
+    t.diagnostic(`${"ms from the last word or the delegation to the request".padEnd(56)}median   p95 worst`);
+    for (const [kind, waits] of rows) {
+      t.diagnostic(kind.padEnd(56) + [at(waits, 0.5), at(waits, 0.95), waits.at(-1)].map((ms) => `${ms}`.padStart(6)).join(""));
+    }
+    t.diagnostic(`of ${spoken} words in ${SPEECH.length} scenes are missing: ${missing}`);
+
+    assert.equal(missing, 0);
+    const usual = rows.filter(([kind]) => kind !== "tail without a delegation").flatMap(([, waits]) => waits).sort((a, b) => a - b);
+    assert.ok(at(usual, 0.5) <= 300, `median ${at(usual, 0.5)} ms`);
+    assert.ok(figures.get("language without marks").some((wait) => wait < 400), "words without marks always wait the longest");
+    assert.ok(figures.get("plain sentence").every((wait) => wait <= 250));
+  });
+});
+
 // ---- wire.js
 
 // As the vendor's messages look on the data channel, and what they are here.
@@ -581,7 +696,7 @@ const FROM_VOICE = [
   ],
   [
     { type: "session.delegation.created", event_id: "event_05", offset_ms: 4600, delegation: { id: "item_Xy", type: "delegation", target: "client" } },
-    { type: "delegated", id: "item_Xy" },
+    { type: "delegated", id: "item_Xy", placeMs: 4600 },
   ],
   [
     { type: "session.commentary.appended", event_id: "event_06", client_event_id: "say_7", start_ms: 5400, end_ms: 5600 },
@@ -787,6 +902,12 @@ describe("transcript.js", () => {
     assert.deepEqual(texts(lines), ["user: no no no no"]);
   });
 
+  test("a fragment without an id that comes twice, as it was, changes nothing", () => {
+    const before = said(["user", "Yes.", 0, 200]);
+
+    assert.equal(transcript.add(before, { speaker: "user", text: "Yes.", startMs: 0, endMs: 200, id: null }, 1, 5), before);
+  });
+
   test("a late fragment gets its place by its time", () => {
     const { lines } = said(["user", "Check", 0, 200], ["user", " now.", 800, 1000], ["user", " staging", 400, 600]);
 
@@ -891,10 +1012,10 @@ describe("transcript.js", () => {
     });
   }
 
-  const ENDS = { "Do it.": true, "Really?": true, "No!": true, "Well…": true, 'He said "go."': true, "好的。": true, "لماذا؟": true, "(Yes.)": true, "Do it": false, "Do it,": false, "3.5 of": false, "": false };
+  const ENDS = { "Do it.": true, "Really?": true, "No!": true, "Well…": true, 'He said "go."': true, "好的。": true, "لماذا؟": true, "(Yes.)": true, "Do it": false, "Do it,": false, "3.5 of": false, "Port 80.": true, "I mean e.g.": false, "z. B.": false, "Frag Dr.": false, "好的」": false, "「好的。」": true, "": false };
   for (const [text, expected] of Object.entries(ENDS)) {
     test(`"${text}" ${expected ? "ends" : "does not end"} a sentence`, () => {
-      assert.equal(transcript.endsSentence(said(["user", text, 0, 200], ["assistant", "Okay.", 300, 400])), expected);
+      assert.equal(transcript.endsSentence(text), expected);
     });
   }
 
@@ -1075,6 +1196,42 @@ describe("speech.js", () => {
     assert.equal(queue.user(30_000).due(30_300), null);
     assert.equal(queue.when(30_400, 40_000), 30_800);
   });
+});
+
+describe("halves of what the model refused", () => {
+  const HALVES = [
+    ["One is well. Two is not.", ["One is well.", "Two is not."]],
+    ["“One is well.” So is two, they say.", ["“One is well.”", "So is two, they say."]],
+    ["测试环境一切正常。生产环境也是。", ["测试环境一切正常。", "生产环境也是。"]],
+    ["No. Everything else is as it was before the change", ["No. Everything else is as", "it was before the change"]],
+    ["It is 3.14159 and e.g.more", ["It is 3.14159", "and e.g.more"]],
+    ["abcdef", ["abc", "def"]],
+    ["👩‍👩‍👧‍👦👩‍👩‍👧‍👦", ["👩‍👩‍👧‍👦", "👩‍👩‍👧‍👦"]],
+    ["👩‍👩‍👧‍👦", ["👩‍👩‍👧‍👦"]],
+    ["e\u0301e\u0301", ["e\u0301", "e\u0301"]],
+    ["", [""]],
+  ];
+  for (const [text, expected] of HALVES) {
+    test(JSON.stringify(text), () => assert.deepEqual(speech.halves(text), expected));
+  }
+
+  for (const [script, text] of Object.entries(SCRIPTS)) {
+    test(`of ${script} are about as long, hold all of it, and only whole characters`, () => {
+      const long = text.repeat(400 / text.length).trim();
+
+      const [one, two] = speech.halves(long);
+
+      const left = long.slice(one.length, long.length - two.length);
+      assert.ok(long.startsWith(one) && long.endsWith(two) && !left.trim(), "something is missing");
+      assert.ok(Math.max(one.length, two.length) <= long.length * 0.8);
+      assert.ok([...new Intl.Segmenter().segment(long)].some(({ index }) => index === one.length), "a character was cut");
+    });
+  }
+});
+
+test("a phrase counts when it is all that was said", () => {
+  for (const said of ["Go on.", "go  on!", "Please go on, Hermes", "Bitte weiter.", "もう一度。", "नमस्ते"]) assert.ok(isOneOf(said, ["go on", "weiter", "もう一度", "नमस्ते"]), said);
+  for (const said of ["", "Please.", "Go on with the build.", "Don't go on.", "Weiterhin", "pleasego on"]) assert.ok(!isOneOf(said, ["go on", "weiter", " "]), said);
 });
 
 // ---- markdown.js
