@@ -1106,6 +1106,15 @@ describe("speech.js", () => {
     assert.deepEqual(queue.speech.waiting.slice(0, 2).map(({ text }) => text), ["May I?", "Result 0."]);
   });
 
+  test("an answer that is to be said again, and is cut off meanwhile, is kept once", () => {
+    const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
+    queue.due(0);
+
+    const cut = speech.hush(speech.again(queue.speech, 100));
+
+    assert.deepEqual(cut.kept.map(({ text }) => text), ["One.", "Two."]);
+  });
+
   test("what is unwanted is forgotten, but not what was sent", () => {
     const queue = new Queue().add(piece("result", "One."), piece("result", "Two."), piece("question", "May I?"));
     queue.due(0);
