@@ -1,6 +1,7 @@
 """A long conversation, as a person has one: thirty requests with corrections, questions,
-failures, a lost connection, a reload. Each is answered aloud once, nothing is stale, nothing
-cuts the voice off but the user, and neither the page nor the sidecar grows."""
+failures, a lost connection, a reload, standby and a renewal. Each is answered aloud once,
+nothing is stale, nothing cuts the voice off but the user, and neither the page nor the sidecar
+grows."""
 
 import re
 from collections import Counter
@@ -12,7 +13,9 @@ from sidecar import Sidecar
 from working_hermes import WorkingHermes
 
 REQUESTS = 30
-# Between the first nine requests and the last: what is kept of them, up to named limits.
+STANDBY = 5  # seconds
+RENEWED_AFTER = 4  # seconds: a session that lives for so short is renewed after half its life
+# Between the first ten requests and the last: what is kept of them, up to named limits.
 PAGE_GROWTH = 1 << 20
 SIDECAR_GROWTH = 4 << 20  # bytes
 
@@ -109,6 +112,26 @@ class Talk:
         self.end(run)
         self.hear()
 
+    def asleep(self):
+        run = self.ask("Write the long report.")
+        self.live.wait_for(lambda: self.session.paused, timeout=STANDBY + 10, about="standby")
+        self.end(run)
+        expect(self.page.get_by_role("log")).to_contain_text(f"Answer {self.answers[-1]}.")
+        self.session.user_says("Are you there?")
+        self.hear()
+
+    def renewed(self):
+        before = len(self.live.sessions)
+        run = self.ask("Watch the build.")
+        self.live.session_lifetime = 2 * RENEWED_AFTER
+        self.button("Hang up").click()
+        self.live.wait_for(lambda: not self.live.open_sessions)
+        self.dial()
+        self.live.session_lifetime = 7200
+        self.session = self.live.wait_live(count=before + 2)
+        self.end(run)
+        self.hear()
+
     def typed(self):
         before = len(self.hermes.runs)
         self.page.get_by_label("Message Hermes").fill("what I type counts as well")
@@ -122,8 +145,11 @@ class Talk:
 
 KINDS = [
     *(Talk.plain, Talk.with_tools, Talk.corrected, Talk.allowed_by_voice, Talk.denied_by_click),
-    *(Talk.failing, Talk.typed, Talk.dropped, Talk.reloaded),
+    *(Talk.failing, Talk.typed, Talk.dropped, Talk.reloaded, Talk.asleep),
 ]
+
+
+CONFIG = {"model": "gpt-live-1.1", "standby_seconds": STANDBY}
 
 
 def page_bytes(page):
@@ -144,14 +170,15 @@ def test_thirty_requests_are_each_answered_once_and_nothing_grows(browser):
     with (
         LiveService(auto_acknowledge=False, ack_delay=0.1, reply_delay=0.1, speech_rate=400) as live,
         WorkingHermes() as hermes,
-        Sidecar(live, hermes.url, hermes.key) as sidecar,
+        Sidecar(live, hermes.url, hermes.key, CONFIG) as sidecar,
     ):
         page = sidecar.open(browser)
         talk = Talk(live, hermes, sidecar, page)
         talk.dial()
         used = []
         for number in range(REQUESTS):
-            KINDS[number % len(KINDS)](talk)
+            kind = Talk.renewed if number == REQUESTS // 2 else KINDS[number % len(KINDS)]
+            kind(talk)
             if number % len(KINDS) == len(KINDS) - 2:
                 used.append((page_bytes(page), sidecar_bytes(sidecar)))
         talk.button("Hang up").click()
