@@ -24,6 +24,7 @@ PACKAGES = {
     "test_core.py": ("hypothesis",),
     "test_end_to_end.py": ("playwright", "aiortc", "aiohttp"),
     "test_live_service.py": ("aiortc", "aiohttp", "openai"),
+    "test_talk.py": ("playwright", "aiortc", "aiohttp"),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),
 }
 collect_ignore = [
