@@ -96,7 +96,8 @@ def test_a_question_that_nobody_answers_is_asked_for_again(browser):
 
         assert not reminder.cut
         assert len(said(session, "gives up")) == 1
-        line.hermes.run().end("completed", output="Done.")
+        line.hermes.run().end("completed", output="It is clean.")
+        line.live.wait_spoken("It is clean.")
 
 
 def test_the_voice_that_the_microphone_hears_is_no_request(browser):
@@ -130,4 +131,5 @@ def test_a_yes_after_the_click_is_told_as_answered_already(browser):
 
         expect(line.log).to_contain_text("Hermes's question was already answered.")
         assert len(starts(line)) == 1
-        line.hermes.run().end("completed", output="Done.")
+        line.hermes.run().end("completed", output="It is clean.")
+        line.live.wait_spoken("It is clean.")
