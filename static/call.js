@@ -1013,8 +1013,8 @@ function lateAnswer(state, ids) {
   const { userAt } = state.speech;
   const run = state.runs.findLast(({ runId, question: q }) => runId && q?.stage === "closed" && userAt >= q.at && userAt - q.closedAt < LATE_MS);
   if (!run?.question || !heard || heard.length > LATE_CHARS || state.late || !state.voiceApprovals) return null;
-  const newest = transcript.newestOf(state.transcript);
-  const [handed, batch] = transcript.hand(state.transcript, (_, line) => line === newest);
+  const newest = transcript.newest(state.transcript, state.attempt);
+  const [handed, batch] = transcript.hand(state.transcript, (f) => newest.includes(f));
   const { requestId } = run.question;
   const next = { ...state, transcript: handed, late: { key: run.key, requestId, batch, ids }, delegations: assign(state.delegations, ids, "captured", null) };
   return [next, [{ do: "approve", key: run.key, runId: run.runId, requestId, heard, late: true }]];
@@ -1276,8 +1276,8 @@ function listenForCommand(state) {
 
 /** The user's newest words are a command; `ids` are the delegations that came with it. @param {State} state @param {string[]} ids @param {string | null} run @returns {State} */
 function commanded(state, ids, run) {
-  const newest = transcript.newestOf(state.transcript);
-  const [handed] = transcript.hand(state.transcript, (_, line) => line === newest);
+  const newest = transcript.newest(state.transcript, state.attempt);
+  const [handed] = transcript.hand(state.transcript, (f) => newest.includes(f));
   return { ...state, transcript: handed, actedAt: state.now, delegations: assign(state.delegations, ids, run ? "sent" : "answered", run) };
 }
 

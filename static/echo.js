@@ -4,7 +4,7 @@
 //   three or more                                            before the voice's last word was over
 //                                                            (400 ms for the way back), or each
 //                                                            comes within 1.2 s of its original
-//   all of them, though fewer                                while the voice went on, within 2 s
+//   all of them, though fewer                                well before that, within 2 s
 //   not quite: four in five of at least five, in order       as three or more
 //
 // What a person repeats on purpose comes after the voice has ended, and counts.
@@ -16,6 +16,7 @@ const WINDOW_MS = 8000;
 const WAY_BACK_MS = 400;
 const LOCKED_MS = 1200;
 const FEW_MS = 2000;
+const GRID_MS = 200; // the steps in which times come: a quick answer may seem to begin too early
 const MANY = 3;
 const GARBLED_LEAST = 5;
 const GARBLED_PART = 0.8;
@@ -60,7 +61,7 @@ function matching(words, said, from, over) {
   const delays = words.slice(0, count).map((word, n) => word.startMs - said[from + n].startMs);
   const within = (/** @type {number} */ most) => delays.every((delay) => delay >= 0 && delay <= most);
   const many = count >= MANY && (over <= WAY_BACK_MS || within(LOCKED_MS));
-  const few = count === words.length && over <= 0 && within(FEW_MS);
+  const few = count === words.length && over < -GRID_MS && within(FEW_MS);
   return many || few ? count : 0;
 }
 

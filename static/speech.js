@@ -33,6 +33,7 @@
 
 // The meter calls the voice quiet after 400 ms.
 const QUIET_MS = 300; // more of it, between two pieces
+const BROKE_OFF_MS = 1500; // of it, when the voice stopped early
 const USER_QUIET_MS = 800; // of the user, before the voice begins
 const USER_PATIENCE_MS = 8000; // a noisy room must not hold an answer back for ever
 const VOICE_PATIENCE_MS = 12000; // nor a voice that never stops
@@ -95,7 +96,9 @@ export function voiced(speech, text) {
 
 /** Words of the user came. @param {Speech} speech @param {number} at @param {boolean} over they are more than a sound of listening @returns {Speech} */
 export function listened(speech, at, over) {
-  const current = speech.current && speech.current.sounded && speech.sounding && over ? { ...speech.current, talkedOver: true } : speech.current;
+  // Words come later than their sound: the voice may have given way before.
+  const heard = speech.current?.sounded && (speech.sounding || speech.current.voiced > 0);
+  const current = speech.current && heard && over ? { ...speech.current, talkedOver: true } : speech.current;
   return { ...speech, userAt: at, current };
 }
 
@@ -204,7 +207,9 @@ function isSaid(speech, current, at) {
   const since = at - current.placedAt;
   if (since > SILENT_MS + current.piece.text.length * SLOWEST_MS_PER_CHAR) return true;
   if (!current.sounded) return since > SILENT_MS;
-  return !speech.sounding && at - speech.soundAt >= QUIET_MS;
+  // A voice that broke off was interrupted, and the user's words come later than their sound.
+  const brokeOff = current.voiced > 0 && !current.talkedOver && current.voiced < SAID_PART * current.piece.text.length;
+  return !speech.sounding && at - speech.soundAt >= (brokeOff ? BROKE_OFF_MS : QUIET_MS);
 }
 
 /** @param {Speech} speech @param {Piece} piece @param {number} at */

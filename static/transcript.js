@@ -111,7 +111,7 @@ export function isEchoing(transcript) {
 }
 
 /** The user's newest line. @param {Transcript} transcript */
-export function newestOf(transcript) {
+function newestOf(transcript) {
   return transcript.lines.findLast((line) => line.speaker === "user" && textOf(line));
 }
 
@@ -227,18 +227,26 @@ export function endsSentence(text) {
 }
 
 /**
- * What the user said last in a session and was not handed over; nothing if it goes on with
- * a sentence whose beginning was.
+ * What the user said last in a session and was not handed over, from its beginning after a
+ * sentence and a pause; nothing if it goes on with a sentence whose beginning was handed over.
  * @param {Transcript} transcript @param {number} session
+ * @returns {Fragment[]}
  */
-export function newestWords(transcript, session) {
+export function newest(transcript, session) {
   const line = newestOf(transcript);
-  if (!line || line.session !== session) return "";
-  const last = { ...line, fragments: line.fragments.filter((fragment) => fragment.batch !== ECHO) };
-  const from = last.fragments.findLastIndex((fragment) => fragment.batch) + 1;
-  const before = textOf({ ...last, fragments: last.fragments.slice(0, from) });
-  const paused = from > 0 && last.fragments[from]?.startMs - last.fragments[from - 1].endMs >= PAUSE_MS;
-  return !before || paused || endsSentence(before) ? textOf({ ...last, fragments: last.fragments.slice(from) }) : "";
+  if (!line || line.session !== session) return [];
+  const said = line.fragments.filter((fragment) => fragment.batch !== ECHO);
+  const from = said.findLastIndex((fragment) => fragment.batch) + 1;
+  const before = (/** @type {number} */ n) => said.slice(0, n).map((fragment) => fragment.text).join("").trim();
+  const isPaused = (/** @type {number} */ n) => n > 0 && said[n].startMs - said[n - 1].endMs >= PAUSE_MS;
+  const begins = said.findLastIndex((_, n) => n > from && isPaused(n) && endsSentence(before(n)));
+  if (begins > 0) return said.slice(begins);
+  return from < said.length && (!before(from) || isPaused(from) || endsSentence(before(from))) ? said.slice(from) : [];
+}
+
+/** The same as text. @param {Transcript} transcript @param {number} session */
+export function newestWords(transcript, session) {
+  return newest(transcript, session).map((fragment) => fragment.text).join("").trim();
 }
 
 /** What the user asked last. @param {Transcript} transcript */

@@ -33,6 +33,7 @@ PACKAGES = {
     "test_long_talk.py": ("playwright", "aiortc", "aiohttp"),
     "test_pair.py": ("zxingcpp",),
     "test_proxies.py": ("playwright", "aiortc", "aiohttp"),
+    "test_talk.py": ("playwright", "aiortc", "aiohttp"),
     "test_restart.py": ("playwright", "aiortc", "aiohttp"),
     "test_settings.py": ("playwright", "aiortc", "aiohttp"),
 }

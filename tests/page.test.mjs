@@ -1144,6 +1144,24 @@ describe("speech.js", () => {
     assert.equal(queue.sound(true, 2000).sound(false, 6000).when(6000, 9000), 6300);
   });
 
+  test("a voice that breaks off is given 1.5 s, in which the words that interrupted it may come", () => {
+    const long = "x".repeat(100);
+    const queue = () => {
+      const made = new Queue().add({ ...piece("result", long), run: "r1" }, { ...piece("result", "Two."), run: "r1" });
+      made.due(0);
+      made.placed(700).sound(true, 1500).speech = speech.voiced(made.speech, "x".repeat(40));
+      return made.sound(false, 4000);
+    };
+
+    assert.equal(queue().when(4000, 9000), 5500);
+
+    const talkedOver = queue();
+    assert.equal(talkedOver.when(4000, 5000), null);
+    talkedOver.speech = speech.listened(talkedOver.speech, 5000, true);
+    assert.equal(talkedOver.when(5000, 20_000), null);
+    assert.deepEqual(talkedOver.speech.kept.map(({ text }) => text), [long, "Two."]);
+  });
+
   test("a voice that begins just before the piece is placed counts", () => {
     const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
     queue.due(0);
