@@ -22,6 +22,7 @@ from live_service import (
     FORBIDDEN_VOICES,
     HISTORY_ITEM,
     MODELS,
+    PAUSE_PASSES,
     SERVER_EVENTS,
     SESSION,
     VOICES,
@@ -1008,6 +1009,24 @@ def test_pause_holds_appends_until_the_user_speaks(service, caller, session):
 
     kinds = [kind for kind in caller.types() if kind.startswith("session.")]
     assert kinds.index("session.resumed") < kinds.index("session.commentary.appended")
+    assert service.violations == []
+
+
+def test_what_is_sent_to_a_sleeping_session_is_noted_but_for_mute_and_close(service, caller, session):
+    service.tolerate("sent while the session was paused")
+    session.pause()
+    slept = time.monotonic()
+    service.wait_for(lambda: time.monotonic() - slept > PAUSE_PASSES)
+
+    caller.send("session.input_audio.mute")
+    caller.wait("session.input_audio.muted")
+    assert service.tolerated == []
+    caller.say("Held back.")
+    service.wait_for(lambda: service.tolerated)
+
+    caller.send("session.close")
+    caller.wait("session.closed")
+    assert len(service.tolerated) == 1
     assert service.violations == []
 
 
