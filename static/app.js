@@ -31,7 +31,7 @@ const known = localStorage.getItem("conversation");
 let conversation = known ?? newId();
 localStorage.setItem("conversation", conversation);
 const page = newId().slice(0, 12);
-let offered = { voice: "", voices: /** @type {string[]} */ ([]), language: "", glossary: /** @type {string[]} */ ([]) };
+let offered = { voice: "", voices: /** @type {string[]} */ ([]), language: "", glossary: /** @type {string[]} */ ([]), progress: "" };
 let settings = readSettings(localStorage.getItem("settings"), []);
 
 /** Not every page has crypto.randomUUID: plain http has not. */
@@ -262,11 +262,11 @@ function switchTo(id) {
 /** What the server's settings say of a call's course and its price. @param {any} config */
 function termsOf(config) {
   return {
-    greeting: config.greeting ?? "",
-    hangUpPhrases: config.hang_up_phrases ?? ["hang up", "goodbye hermes", "auflegen"],
-    onLongRun: config.on_long_run ?? "stay",
-    longRunMs: (config.long_run_seconds ?? 300) * 1000,
-    prices: { active: config.price_per_minute ?? 0.05, standby: config.standby_price_per_minute ?? 0.02, currency: config.currency ?? "$" },
+    greeting: config.greeting,
+    hangUpPhrases: config.hang_up_phrases,
+    onLongRun: config.on_long_run,
+    longRunMs: config.long_run_seconds * 1000,
+    prices: { active: config.price_per_minute, standby: config.standby_price_per_minute, currency: config.currency },
   };
 }
 
@@ -282,7 +282,8 @@ async function showSettings(anew = false) {
   const devices = await findDevices();
   if (anew && !view.settingsShown()) return;
   const token = [localStorage, sessionStorage].some((store) => store.getItem("token") !== null);
-  view.showSettings({ ...offered, ...devices, chosen: settings, progress: PROGRESS, token });
+  const chosen = { ...settings, progress: settings.progress || offered.progress };
+  view.showSettings({ ...offered, ...devices, chosen, progress: PROGRESS, token });
 }
 
 /** @param {string} setting @param {string} value */

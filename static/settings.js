@@ -24,7 +24,7 @@ export function readSettings(text, voices) {
     voice: voices.includes(voice) ? voice : "",
     microphone: word("microphone"),
     speaker: word("speaker"),
-    progress: PROGRESS.includes(progress) ? progress : "normal",
+    progress: PROGRESS.includes(progress) ? progress : "",
   };
 }
 

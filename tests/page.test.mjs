@@ -1429,7 +1429,7 @@ describe("the demo's voice", () => {
 
 describe("settings.js", () => {
   const VOICES = ["marin", "sage"];
-  const NOTHING = { voice: "", microphone: "", speaker: "", progress: "normal" };
+  const NOTHING = { voice: "", microphone: "", speaker: "", progress: "" };
 
   test("what was chosen is read back", () => {
     const chosen = { voice: "sage", microphone: "m", speaker: "s", progress: "quiet" };
