@@ -484,7 +484,8 @@ def test_a_voice_of_the_device_speaks_and_none_that_needs_a_network(visit):
     spoken = visit.page.evaluate("spoken")
     told = next(n for n, text in enumerate(spoken) if text.startswith("near: The disk is eighty-two"))
     assert spoken[told + 1] == "cancel"
-    assert spoken[-1].startswith("near: This is a demo")
+    # Falling silent at the end of a turn may have been noted already.
+    assert [text for text in spoken if text != "cancel"][-1].startswith("near: This is a demo")
     assert [text for text in spoken if not text.startswith(("near: ", "cancel"))] == []
 
 

@@ -175,7 +175,8 @@ def test_a_correction_reaches_the_agent_together_with_the_first_request(line, he
     steered = hermes.version > "0.20.4"
     second = session.user_says(f"No, the second one. {'' if steered else '[[report]]'}", delegate=True)
 
-    answer = line.live.wait_spoken("second one", timeout=25)
+    # A report is data, which is shown and not read out.
+    answer = line.live.wait_spoken("second one" if steered else "on your screen", timeout=25)
     assert answer.delegation_id == second
     ends = [run["result"]["finish_reason"] for run in line.runs()]
     assert ends == (["stop"] if steered else ["cancelled", "stop"])
