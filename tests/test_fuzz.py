@@ -87,6 +87,9 @@ def leftovers():
 
 
 def wait_until_nothing_is_left(house, before):
+    with house.app.changed:  # as long as a call is up, a thread watches its time
+        house.app.live_session = ""
+        house.app.changed.notify_all()
     until = time.monotonic() + TIMEOUT
     while any(now > then for now, then in zip(leftovers(), before, strict=True)):
         if time.monotonic() > until:
