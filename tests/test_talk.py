@@ -42,6 +42,8 @@ def test_an_answer_that_was_talked_over_goes_on_when_the_user_says_so(browser):
         expect(line.button("Go on")).to_be_visible()
         assert not said(session, SECOND)
         assert said(session, FIRST)[0].cut
+        # Words without a pause between them are one utterance.
+        line.live.wait_for(lambda began=session.clock_ms: session.clock_ms > began + 1500)
         session.user_says("Go on.", delegate=True)
 
         line.live.wait_spoken(FIRST, timeout=20)
