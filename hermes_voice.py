@@ -69,7 +69,7 @@ from dataclasses import dataclass, field, fields, replace
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 __version__ = "0.1.0"
 
@@ -291,36 +291,36 @@ class Term:
 
 @dataclass(frozen=True)
 class Config:
-    """How it behaves. Every field is a key of the config file."""
+    """How it behaves: each key of the config file, with its check, the check's limits and its default."""
 
-    model: str = MODELS[0]
-    voice: str | Json = "marin"
-    language: str = ""
-    instructions: str = ""
-    glossary: tuple[Term, ...] = ()
-    greeting: str = ""
-    progress: str = "normal"
-    idle_seconds: int = 300
-    standby_seconds: int = 60
-    on_long_run: str = LONG_RUN[0]
-    long_run_seconds: int = 300
-    call_minutes: int = 120
-    day_minutes: int = 240
-    price_per_minute: float = 0.05
-    standby_price_per_minute: float = 0.02
-    currency: str = "$"
-    approval_seconds: int = 0
-    history_days: int = 90
-    on_new_request: str = POLICIES[0]
-    stop_phrases: tuple[str, ...] = STOP_PHRASES
-    hang_up_phrases: tuple[str, ...] = HANG_UP_PHRASES
-    go_on_phrases: tuple[str, ...] = GO_ON_PHRASES
-    repeat_phrases: tuple[str, ...] = REPEAT_PHRASES
-    voice_approvals: bool = True
-    yes_phrases: tuple[str, ...] = ()
-    no_phrases: tuple[str, ...] = ()
-    public_hosts: tuple[str, ...] = ()
-    trusted_proxies: tuple[Network, ...] = ()
+    model: Annotated[str, _name] = MODELS[0]
+    voice: Annotated[str | Json, _voice] = "marin"
+    language: Annotated[str, _text, 100] = ""
+    instructions: Annotated[str, _text, INSTRUCTIONS_LIMIT] = ""
+    glossary: Annotated[tuple[Term, ...], _glossary] = ()
+    greeting: Annotated[str, _text, GREETING_LIMIT] = ""
+    progress: Annotated[str, _one_of, PROGRESS] = "normal"
+    idle_seconds: Annotated[int, _number, 30, 7200] = 300
+    standby_seconds: Annotated[int, _number, 0, 7200] = 60
+    on_long_run: Annotated[str, _one_of, LONG_RUN] = LONG_RUN[0]
+    long_run_seconds: Annotated[int, _number, 30, 7200] = 300
+    call_minutes: Annotated[int, _number, 0, 1440] = 120
+    day_minutes: Annotated[int, _number, 0, 1440] = 240
+    price_per_minute: Annotated[float, _price] = 0.05
+    standby_price_per_minute: Annotated[float, _price] = 0.02
+    currency: Annotated[str, _text, 10] = "$"
+    approval_seconds: Annotated[int, _number, 0, 86400] = 0
+    history_days: Annotated[int, _number, 1, 36500] = 90
+    on_new_request: Annotated[str, _one_of, POLICIES] = POLICIES[0]
+    stop_phrases: Annotated[tuple[str, ...], _phrases] = STOP_PHRASES
+    hang_up_phrases: Annotated[tuple[str, ...], _phrases] = HANG_UP_PHRASES
+    go_on_phrases: Annotated[tuple[str, ...], _phrases] = GO_ON_PHRASES
+    repeat_phrases: Annotated[tuple[str, ...], _phrases] = REPEAT_PHRASES
+    voice_approvals: Annotated[bool, _switch] = True
+    yes_phrases: Annotated[tuple[str, ...], _phrases] = ()
+    no_phrases: Annotated[tuple[str, ...], _phrases] = ()
+    public_hosts: Annotated[tuple[str, ...], _hosts] = ()
+    trusted_proxies: Annotated[tuple[Network, ...], _networks] = ()
 
 
 @dataclass(frozen=True)
@@ -351,23 +351,38 @@ def parse_config(values: object) -> tuple[Config, list[str]]:
     """Check the config's values; every problem is reported, not only the first."""
     if not isinstance(values, dict):
         raise ConfigError(["must be a JSON object"])
-    known = [item.name for item in fields(Config)]
     problems: list[str] = []
-    warnings: list[str] = []
     checked: Json = {}
     for key, value in values.items():
         if key not in CONFIG_CHECKS:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            near = difflib.get_close_matches(key, CONFIG_CHECKS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CONFIG_CHECKS)}"
             problems.append(f"unknown key {key!r}; {hint}")
             continue
         try:
-            checked[key] = CONFIG_CHECKS[key](value, warnings)
+            check, *limits = CONFIG_CHECKS[key]
+            checked[key] = check(value, *limits)
         except ValueError as error:
             problems.append(f"{key!r} {error}")
     if problems:
         raise ConfigError(problems)
-    return Config(**checked), warnings
+    config = Config(**checked)
+    return config, _doubts(config)
+
+
+def _doubts(config: Config) -> list[str]:
+    """Warnings of what may be newer than this program, or a mistake."""
+    doubts = []
+    if config.model not in MODELS:
+        doubts.append(f"model {config.model!r} is not one of {', '.join(MODELS)}; it is used as it is")
+    if isinstance(config.voice, str) and config.voice not in VOICES:
+        near = difflib.get_close_matches(config.voice, VOICES, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        doubts.append(f"voice {config.voice!r} is not a known built-in voice{hint}")
+    return doubts
+
+
+# A check takes a key's value and returns the one to use, or raises ValueError.
 
 
 def _text(value: object, limit: int, what: str = "") -> str:
@@ -393,7 +408,7 @@ def _one_of(value: object, allowed: Sequence[str]) -> str:
     return str(value)
 
 
-def _seconds(value: object, least: int, most: int) -> int:
+def _number(value: object, least: int, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"must be a whole number from {least} to {most}")
     return value
@@ -412,34 +427,24 @@ def _switch(value: object) -> bool:
     return value
 
 
-def _model(value: object, warnings: list[str]) -> str:
-    model = _text(value, 100)
-    if not model:
+def _name(value: object) -> str:
+    name = _text(value, 100)
+    if not name:
         raise ValueError("must not be empty")
-    if model not in MODELS:
-        warnings.append(f"model {model!r} is not one of {', '.join(MODELS)}; it is used as it is")
-    return model
+    return name
 
 
-def _voice(value: object, warnings: list[str]) -> str | Json:
+def _voice(value: object) -> str | Json:
     if isinstance(value, dict):
         identity = value.get("id")
         if set(value) != {"id"} or not isinstance(identity, str) or identity[:6] != "voice_":
             raise ValueError('must be a voice\'s name or {"id": "voice_..."}')
         return value
-    voice = _text(value, 100)
-    if not voice:
-        raise ValueError("must not be empty")
-    if voice.startswith("voice_"):
-        return {"id": voice}
-    if voice not in VOICES:
-        near = difflib.get_close_matches(voice, VOICES, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        warnings.append(f"voice {voice!r} is not a known built-in voice{hint}")
-    return voice
+    voice = _name(value)
+    return {"id": voice} if voice.startswith("voice_") else voice
 
 
-def _glossary(value: object, _warnings: list[str]) -> tuple[Term, ...]:
+def _glossary(value: object) -> tuple[Term, ...]:
     if not isinstance(value, list) or len(value) > GLOSSARY_LIMIT:
         raise ValueError(f"must be a list of at most {GLOSSARY_LIMIT} terms")
     terms = []
@@ -455,7 +460,7 @@ def _glossary(value: object, _warnings: list[str]) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def _hosts(value: object, _warnings: list[str]) -> tuple[str, ...]:
+def _hosts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > 50:
         raise ValueError("must be a list of at most 50 host names")
     hosts = tuple(_text(host, 253, "entries ").lower().rstrip(".") for host in value)
@@ -465,7 +470,7 @@ def _hosts(value: object, _warnings: list[str]) -> tuple[str, ...]:
     return hosts
 
 
-def _networks(value: object, _warnings: list[str]) -> tuple[Network, ...]:
+def _networks(value: object) -> tuple[Network, ...]:
     if not isinstance(value, list) or len(value) > 50:
         raise ValueError("must be a list of at most 50 addresses or networks")
     networks = []
@@ -478,37 +483,7 @@ def _networks(value: object, _warnings: list[str]) -> tuple[Network, ...]:
     return tuple(networks)
 
 
-# Each takes the value and the list of warnings, and returns the value to use.
-CONFIG_CHECKS: dict[str, Callable[[object, list[str]], object]] = {
-    "model": _model,
-    "voice": _voice,
-    "language": lambda value, _: _text(value, 100),
-    "instructions": lambda value, _: _text(value, INSTRUCTIONS_LIMIT),
-    "glossary": _glossary,
-    "greeting": lambda value, _: _text(value, GREETING_LIMIT),
-    "progress": lambda value, _: _one_of(value, PROGRESS),
-    "idle_seconds": lambda value, _: _seconds(value, 30, 7200),
-    "standby_seconds": lambda value, _: _seconds(value, 0, 7200),
-    "on_long_run": lambda value, _: _one_of(value, LONG_RUN),
-    "long_run_seconds": lambda value, _: _seconds(value, 30, 7200),
-    "call_minutes": lambda value, _: _seconds(value, 0, 1440),
-    "day_minutes": lambda value, _: _seconds(value, 0, 1440),
-    "price_per_minute": lambda value, _: _price(value),
-    "standby_price_per_minute": lambda value, _: _price(value),
-    "currency": lambda value, _: _text(value, 10),
-    "approval_seconds": lambda value, _: _seconds(value, 0, 86400),
-    "history_days": lambda value, _: _seconds(value, 1, 36500),
-    "on_new_request": lambda value, _: _one_of(value, POLICIES),
-    "stop_phrases": lambda value, _: _phrases(value),
-    "hang_up_phrases": lambda value, _: _phrases(value),
-    "go_on_phrases": lambda value, _: _phrases(value),
-    "repeat_phrases": lambda value, _: _phrases(value),
-    "voice_approvals": lambda value, _: _switch(value),
-    "yes_phrases": lambda value, _: _phrases(value),
-    "no_phrases": lambda value, _: _phrases(value),
-    "public_hosts": _hosts,
-    "trusted_proxies": _networks,
-}
+CONFIG_CHECKS = {name: key.__metadata__ for name, key in get_type_hints(Config, include_extras=True).items()}
 
 
 def read_secret(path: Path, flag: str) -> str:
