@@ -393,10 +393,14 @@ def _text(value: object, limit: int, what: str = "") -> str:
     return value.strip()
 
 
+def _list(value: object, most: int, what: str) -> list[Any]:
+    if not isinstance(value, list) or len(value) > most:
+        raise ValueError(f"must be a list of at most {most} {what}")
+    return value
+
+
 def _phrases(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > 100:
-        raise ValueError("must be a list of at most 100 phrases")
-    phrases = tuple(_text(phrase, TERM_LIMIT) for phrase in value)
+    phrases = tuple(_text(phrase, TERM_LIMIT) for phrase in _list(value, 100, "phrases"))
     if not all(phrases):
         raise ValueError("must not hold an empty phrase")
     return phrases
@@ -445,10 +449,8 @@ def _voice(value: object) -> str | Json:
 
 
 def _glossary(value: object) -> tuple[Term, ...]:
-    if not isinstance(value, list) or len(value) > GLOSSARY_LIMIT:
-        raise ValueError(f"must be a list of at most {GLOSSARY_LIMIT} terms")
     terms = []
-    for number, entry in enumerate(value, 1):
+    for number, entry in enumerate(_list(value, GLOSSARY_LIMIT, "terms"), 1):
         parts = {"term": entry} if isinstance(entry, str) else entry
         if not isinstance(parts, dict) or not {"term"} <= set(parts) <= {"term", "spoken"}:
             raise ValueError('entries must be strings or {"term": ..., "spoken": ...}')
@@ -461,9 +463,8 @@ def _glossary(value: object) -> tuple[Term, ...]:
 
 
 def _hosts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > 50:
-        raise ValueError("must be a list of at most 50 host names")
-    hosts = tuple(_text(host, 253, "entries ").lower().rstrip(".") for host in value)
+    names = _list(value, 50, "host names")
+    hosts = tuple(_text(host, 253, "entries ").lower().rstrip(".") for host in names)
     for host in hosts:
         if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", host):
             raise ValueError(f"holds {host!r}; give bare names without scheme, port or wildcard")
@@ -471,10 +472,8 @@ def _hosts(value: object) -> tuple[str, ...]:
 
 
 def _networks(value: object) -> tuple[Network, ...]:
-    if not isinstance(value, list) or len(value) > 50:
-        raise ValueError("must be a list of at most 50 addresses or networks")
     networks = []
-    for entry in value:
+    for entry in _list(value, 50, "addresses or networks"):
         text = _text(entry, 50, "entries ")
         try:
             networks.append(ipaddress.ip_network(text))
