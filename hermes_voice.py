@@ -84,26 +84,16 @@ log = logging.getLogger("hermes_voice")
 
 
 class VoiceError(Exception):
-    """An error whose message is safe to show."""
+    """An error whose message is safe to show. The other facts are its class's unless they are given."""
 
-    status = 500
-    code = "internal"
+    status, code = 500, "internal"
+    detail = ""
+    headers: Mapping[str, str] = {}
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str = "",
-        detail: str = "",
-        status: int = 0,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message)
         self.message = message
-        self.code = code or self.code
-        self.detail = detail
-        self.status = status or self.status
-        self.headers = headers or {}
+        vars(self).update(facts)
 
 
 class BadRequest(VoiceError):
@@ -157,21 +147,9 @@ class UpstreamError(VoiceError):
     """
 
     status, code = 502, "upstream"
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str = "",
-        detail: str = "",
-        answered: int | None = None,
-        retry_after: float | None = None,
-        arrived: bool = True,
-    ) -> None:
-        super().__init__(message, code=code, detail=detail)
-        self.answered = answered
-        self.retry_after = retry_after
-        self.arrived = arrived
+    answered: int | None = None
+    retry_after: float | None = None
+    arrived = True
 
 
 class Refused(UpstreamError):

@@ -130,6 +130,16 @@ def test_error_codes_differ():
     assert len(set(codes)) == len(codes)
 
 
+def test_an_error_is_given_no_fact_that_its_class_does_not_name():
+    errors = {error.__name__: error for error in subclasses(VoiceError)}
+    calls = [node for node in ast.walk(TREE) if isinstance(node, ast.Call)]
+    raised = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in errors]
+
+    assert raised
+    for call in raised:
+        assert all(hasattr(errors[call.func.id], fact.arg) for fact in call.keywords), ast.unparse(call)
+
+
 def test_what_is_wrong_at_the_start_is_never_http():
     assert not issubclass(ConfigError, VoiceError)
 
