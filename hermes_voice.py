@@ -468,7 +468,7 @@ def read_secret(path: Path, flag: str) -> str:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            secret = checked_secret(file.read(SECRET_LIMIT + 1).decode())
+            secret = checked_secret(file.read(SECRET_LIMIT + 1).decode(errors="replace"))
     except OSError as error:
         raise ConfigError([f"{flag} {path}: cannot be read: {error.strerror}"]) from None
     except ValueError as error:

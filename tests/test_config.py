@@ -323,7 +323,8 @@ def test_a_secret_is_read_without_its_line_end(tmp_path, content):
         (b"k" * 20 + b"\x00", "must hold one secret on one line and nothing else"),
         (b"\xef\xbb\xbf" + b"k" * 20, "must hold one secret on one line and nothing else"),
         ("schlüssel-schlüssel".encode(), "must hold one secret on one line and nothing else"),
-        (b"\xff" * 20, "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (b"\xff" * 20, "must hold one secret on one line and nothing else"),
+        ("k".encode("utf-16") * 20, "must hold one secret on one line and nothing else"),
     ],
 )
 def test_a_bad_secret_is_named_by_flag_and_file(tmp_path, content, problem):
