@@ -689,14 +689,9 @@ def persona(config: Config) -> str:
     language = "Answer in the language the user speaks."
     if config.language:
         language = f"Speak {config.language}, unless the user speaks another language to you."
-    extra = "".join(
-        f"\n\n## {title}\n{text}"
-        for title, text in (
-            ("Words you may hear", glossary_lines(config.glossary)),
-            ("Also", config.instructions),
-        )
-        if text
-    )
+    words = glossary_lines(config.glossary)
+    extra = f"\n\n## Words you may hear\n{words}" if words else ""
+    extra += f"\n\n## Also\n{config.instructions}" if config.instructions else ""
     return PERSONA.format(language=language, delegation=DELEGATION[family], extra=extra)
 
 
