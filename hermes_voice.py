@@ -747,19 +747,22 @@ def request_text(lines: Sequence[Json]) -> str:
     """What Hermes is asked: the talk since the last request, its newest line whole."""
     if len(lines) == 1 and lines[0]["speaker"] == "user":
         return str(lines[0]["text"]).strip()
-    said = [f"{SPEAKERS[line['speaker']]}: {line['text'].strip()}" for line in lines]
-    newest = max(n for n, line in enumerate(lines) if line["speaker"] == "user")
-    room = REQUEST_CHARS - sum(map(len, said[newest:]))
-    kept = list(_newest_within(said[:newest], room)) + said[newest:]
-    return "What was said since the last request, oldest first:\n" + "\n".join(kept)
+    said = [(line["speaker"], f"{SPEAKERS[line['speaker']]}: {line['text'].strip()}") for line in lines]
+    newest = max(n for n, (speaker, _) in enumerate(said) if speaker == "user")
+    room = REQUEST_CHARS - sum(len(text) for _, text in said[newest:])
+    kept = [*_newest_within(said[:newest], room), *said[newest:]]
+    return "\n".join(["What was said since the last request, oldest first:", *(text for _, text in kept)])
 
 
-def _newest_within(texts: Sequence[str], room: int) -> Iterator[str]:
+def _newest_within(said: Sequence[tuple[str, str]], room: int) -> list[tuple[str, str]]:
     """The newest texts that fit into `room` characters, oldest first, none more than half of it."""
-    short = [text[: max(1, room // 2)] for text in texts]
-    totals = itertools.accumulate(len(text) for text in reversed(short))
-    fitting = sum(1 for total in totals if total <= room)
-    yield from short[len(short) - fitting :]
+    short = [(speaker, text[: max(1, room // 2)]) for speaker, text in said]
+    return short[len(short) - _fitting((text for _, text in reversed(short)), room) :]
+
+
+def _fitting(texts: Iterable[str], room: int) -> int:
+    """How many of the first texts fit into `room` characters."""
+    return sum(total <= room for total in itertools.accumulate(map(len, texts)))
 
 
 def replacement_text(earlier: Sequence[str], done: Sequence[str], now: str) -> str:
@@ -777,26 +780,19 @@ def replacement_text(earlier: Sequence[str], done: Sequence[str], now: str) -> s
 
 def history_input(lines: Sequence[Json]) -> list[Json]:
     """A conversation's lines as the `input` of a new Live session, newest kept."""
-    texts = [line["text"].strip() for line in lines]
-    kept = list(_newest_within(texts, HISTORY_CHARS))[-HISTORY_MESSAGES:]
+    kept = _newest_within([(line["speaker"], line["text"].strip()) for line in lines], HISTORY_CHARS)
     parts = {"user": "input_text", "assistant": "output_text"}
     return [
-        {
-            "type": "message",
-            "role": line["speaker"],
-            "content": [{"type": parts[line["speaker"]], "text": text}],
-        }
-        for line, text in zip(lines[len(lines) - len(kept) :], kept, strict=True)
+        {"type": "message", "role": speaker, "content": [{"type": parts[speaker], "text": text}]}
+        for speaker, text in kept[-HISTORY_MESSAGES:]
         if text
     ]
 
 
 def transcript_history(messages: Sequence[Json]) -> list[Json]:
     """Hermes's stored messages as `conversation_history`: real talk only, newest kept."""
-    talk = [m for m in messages if _is_talk(m)][-TRANSCRIPT_MESSAGES:]
-    kept = list(_newest_within([m["content"] for m in talk], TRANSCRIPT_CHARS))
-    newest = talk[len(talk) - len(kept) :]
-    return [{"role": m["role"], "content": text} for m, text in zip(newest, kept, strict=True)]
+    talk = [(m["role"], m["content"]) for m in messages if _is_talk(m)][-TRANSCRIPT_MESSAGES:]
+    return [{"role": role, "content": text} for role, text in _newest_within(talk, TRANSCRIPT_CHARS)]
 
 
 def transcript_answer(messages: Sequence[Json], request: str) -> str | None:
@@ -951,8 +947,7 @@ def _first_sentences(text: str, most: int) -> tuple[list[str], bool]:
             sentences[-1] += f" {found}"
         else:
             sentences.append(found)
-    totals = itertools.accumulate(len(sentence) for sentence in sentences)
-    fitting = sum(1 for total in totals if total <= most)
+    fitting = _fitting(sentences, most)
     if sentences and not fitting:
         return [sentences[0][:most].rsplit(" ", 1)[0]], False
     return sentences[:fitting], fitting == len(sentences)
