@@ -982,8 +982,9 @@ def _is_joined(character: str) -> bool:
     return unicodedata.category(character)[0] == "M" or character == "\u200d" or "🏻" <= character <= "🏿"
 
 
-# Spoken approvals: the whole utterance, less politeness, must be one of these. What people
-# say while they listen is none of them, in no language: okay, mhm, vale, tamam, うん, 好的.
+# Spoken approvals: the whole utterance, less politeness, must be one of these, with what is
+# in brackets or without it. What people say while they listen is none of them, in no
+# language: okay, mhm, vale, tamam, うん, 好的.
 
 _POLITE = re.compile(
     r"\b(?:hermes|uh|um|oh|ah|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
@@ -991,60 +992,50 @@ _POLITE = re.compile(
     r"|prosze|dziekuje|lutfen|tesekkurler)\b"
 )
 _YES = {
-    "English": "yes|yeah|yep|yup|allow|allow it|allow once|allow it once|approve|approved|approve it"
-    "|i approve|i allow it|go ahead|do it|yes allow|yes allow it|yes approve|yes approve it"
-    "|yes do it|yes go ahead|yes i approve|yes you may|you may",
-    "German": "ja|jawohl|ja mach|ja mach das|ja mach es|mach das|mach es|erlauben|erlaubt|genehmigt"
-    "|ja erlauben|ja erlaubt|ja genehmigt|ja darfst du|ja das darfst du|einverstanden"
-    "|ja einverstanden",
-    "French": "oui|ouais|oui vas y|vas y|oui allez y|allez y|oui autorise|autorise|autorisé"
-    "|oui autorisé|oui fais le|fais le|oui je suis d'accord|j'autorise|oui j'autorise|j'approuve"
-    "|approuvé",
-    "Spanish": "sí|sí adelante|adelante|sí hazlo|hazlo|sí permítelo|permítelo|permitido|sí permitido"
-    "|aprobado|sí aprobado|lo apruebo|sí lo apruebo|autorizado|sí autorizado|sí puedes",
-    "Italian": "sì procedi|procedi|sì fallo|sì consenti|consenti|consentito|approvato|sì approvato"
-    "|approvo|sì approvo|autorizzato|sì autorizzato|permetti|sì permetti|sì puoi",
-    "Portuguese": "sim|sim pode|pode fazer|sim pode fazer|sim faça|faça isso|sim faça isso|permitir"
-    "|sim permitir|permitido|sim permitido|aprovado|sim aprovado|autorizado|sim autorizado"
-    "|eu autorizo|sim eu autorizo",
-    "Dutch": "ja doe maar|doe maar|ja doe het|doe het|ja toestaan|toestaan|toegestaan|ja toegestaan"
-    "|goedgekeurd|ja goedgekeurd|ga je gang|ja ga je gang|ja dat mag|dat mag",
-    "Polish": "tak|tak zrób to|zrób to|tak pozwalam|pozwalam|zezwalam|tak zezwalam|zgadzam się"
-    "|tak zgadzam się|zatwierdzam|tak zatwierdzam|śmiało|tak śmiało",
-    "Turkish": "evet|evet yap|yap|evet izin ver|izin ver|izin veriyorum|evet izin veriyorum"
-    "|onaylıyorum|evet onaylıyorum|evet yapabilirsin|yapabilirsin",
-    "Chinese": "是|是的|可以|是的可以|允许|允許|是的允许|同意|我同意|是的我同意|批准|准许|准許|我允许|我允許",
-    "Japanese": "はい|はいお願いします|はいどうぞ|はい許可します|許可します|許可する|許可|はい許可"
-    "|はい実行して|実行して|はい実行してください|実行してください|はいやって|はいやってください"
-    "|やってください",
+    "English": "yes|yeah|yep|yup|(yes) allow|(yes) allow it|allow once|allow it once|(yes) approve"
+    "|approved|(yes) approve it|(yes) i approve|i allow it|(yes) go ahead|(yes) do it|(yes) you may",
+    "German": "ja|jawohl|ja mach|(ja) mach das|(ja) mach es|(ja) erlauben|(ja) erlaubt|(ja) genehmigt"
+    "|ja darfst du|ja das darfst du|(ja) einverstanden",
+    "French": "oui|ouais|(oui) vas y|(oui) allez y|(oui) autorise|(oui) autorisé|(oui) fais le"
+    "|oui je suis d'accord|(oui) j'autorise|j'approuve|approuvé",
+    "Spanish": "sí|(sí) adelante|(sí) hazlo|(sí) permítelo|(sí) permitido|(sí) aprobado|(sí) lo apruebo"
+    "|(sí) autorizado|sí puedes",
+    "Italian": "(sì) procedi|sì fallo|(sì) consenti|consentito|(sì) approvato|(sì) approvo"
+    "|(sì) autorizzato|(sì) permetti|sì puoi",
+    "Portuguese": "sim|sim pode|(sim) pode fazer|sim faça|(sim) faça isso|(sim) permitir|(sim) permitido"
+    "|(sim) aprovado|(sim) autorizado|(sim) eu autorizo",
+    "Dutch": "(ja) doe maar|(ja) doe het|(ja) toestaan|(ja) toegestaan|(ja) goedgekeurd|(ja) ga je gang"
+    "|(ja) dat mag",
+    "Polish": "tak|(tak) zrób to|(tak) pozwalam|(tak) zezwalam|(tak) zgadzam się|(tak) zatwierdzam"
+    "|(tak) śmiało",
+    "Turkish": "evet|(evet) yap|(evet) izin ver|(evet) izin veriyorum|(evet) onaylıyorum|(evet) yapabilirsin",
+    "Chinese": "是|是的|(是的)可以|(是的)允许|允許|同意|(是的)我同意|批准|准许|准許|我允许|我允許",
+    "Japanese": "はい|はいお願いします|はいどうぞ|(はい)許可します|許可する|(はい)許可|(はい)実行して"
+    "|(はい)実行してください|はいやって|(はい)やってください",
 }
 _NO = {
-    "English": "no|nope|nah|no way|deny|denied|deny it|no deny|no deny it|don't|don't do it|do not"
-    "|do not do it|no don't|no don't do it|no do not|no do not do it|don't allow it|refuse"
-    "|refuse it|no refuse",
-    "German": "nein|nein nicht|nicht|mach das nicht|nein mach das nicht|lass das|nein lass das"
-    "|ablehnen|abgelehnt|nein ablehnen|verweigern|nicht erlauben|nein nicht erlauben"
-    "|auf keinen fall|nein auf keinen fall",
-    "French": "non|non pas ça|ne fais pas ça|non ne fais pas ça|ne le fais pas|non ne le fais pas"
-    "|refuse|refusé|non refuse|je refuse|non je refuse|surtout pas|non surtout pas",
-    "Spanish": "no lo hagas|no no lo hagas|no hagas eso|denegado|no denegado|deniégalo|recházalo"
-    "|rechazado|de ninguna manera|no de ninguna manera|no lo permito|no lo permitas",
-    "Italian": "non farlo|no non farlo|nega|no nega|negato|no negato|rifiuta|rifiutato|rifiuto"
-    "|non lo permetto|assolutamente no|no assolutamente no",
-    "Portuguese": "não|não faça|não faça isso|não não faça isso|negar|negado|não negado|recusar"
-    "|recusado|eu recuso|não eu recuso|de jeito nenhum|não de jeito nenhum|não permito"
-    "|não autorizo",
-    "Dutch": "nee|nee niet doen|niet doen|doe het niet|nee doe het niet|weigeren|nee weigeren"
-    "|geweigerd|afgewezen|nee dat mag niet|dat mag niet|absoluut niet|nee absoluut niet",
-    "Polish": "nie|nie rób tego|nie nie rób tego|odmawiam|nie odmawiam|odmowa|nie pozwalam"
-    "|nie zezwalam|nie zgadzam się|w żadnym wypadku|nie w żadnym wypadku",
-    "Turkish": "hayır|yapma|hayır yapma|reddet|hayır reddet|reddediyorum|hayır reddediyorum"
-    "|izin verme|hayır izin verme|izin vermiyorum|hayır izin vermiyorum|asla|hayır asla",
-    "Chinese": "不|不行|不可以|不要|不允许|不允許|不同意|我不同意|拒绝|拒絕|否|别|別|不准|不是"
-    "|不要做|不可以做",
-    "Japanese": "いいえ|いや|だめ|だめです|ダメ|ダメです|駄目です|いいえだめです|やめて"
-    "|やめてください|いいえやめてください|許可しない|許可しません|いいえ許可しません|拒否"
-    "|拒否します|いいえ拒否します|しないで|しないでください",
+    "English": "no|nope|nah|no way|(no) deny|denied|(no) deny it|(no) don't|(no) don't do it|(no) do not"
+    "|(no) do not do it|don't allow it|(no) refuse|refuse it",
+    "German": "nein|(nein) nicht|(nein) mach das nicht|(nein) lass das|(nein) ablehnen|abgelehnt"
+    "|verweigern|(nein) nicht erlauben|(nein) auf keinen fall",
+    "French": "non|non pas ça|(non) ne fais pas ça|(non) ne le fais pas|(non) refuse|refusé"
+    "|(non) je refuse|(non) surtout pas",
+    "Spanish": "no lo hagas|no hagas eso|(no) denegado|deniégalo|recházalo|rechazado"
+    "|(no) de ninguna manera|no lo permito|no lo permitas",
+    "Italian": "(no) non farlo|(no) nega|(no) negato|rifiuta|rifiutato|rifiuto|non lo permetto"
+    "|(no) assolutamente no",
+    "Portuguese": "não|não faça|não faça isso|negar|(não) negado|recusar|recusado|(não) eu recuso"
+    "|(não) de jeito nenhum|não permito|não autorizo",
+    "Dutch": "nee|(nee) niet doen|(nee) doe het niet|(nee) weigeren|geweigerd|afgewezen|(nee) dat mag niet"
+    "|(nee) absoluut niet",
+    "Polish": "nie|nie rób tego|(nie) odmawiam|odmowa|nie pozwalam|nie zezwalam|nie zgadzam się"
+    "|(nie) w żadnym wypadku",
+    "Turkish": "hayır|(hayır) yapma|(hayır) reddet|(hayır) reddediyorum|(hayır) izin verme"
+    "|(hayır) izin vermiyorum|(hayır) asla",
+    "Chinese": "不|不行|不可以|不要|不允许|不允許|不同意|我不同意|拒绝|拒絕|否|别|別|不准|不是|不要做"
+    "|不可以做",
+    "Japanese": "いいえ|いや|だめ|(いいえ)だめです|ダメ|ダメです|駄目です|やめて|(いいえ)やめてください"
+    "|許可しない|(いいえ)許可しません|拒否|(いいえ)拒否します|しないで|しないでください",
 }
 
 
@@ -1072,7 +1063,11 @@ def _said(text: str) -> str:
 
 
 _YES_SAID, _NO_SAID = (
-    frozenset(_said(phrase) for phrases in words.values() for phrase in phrases.split("|"))
+    frozenset(
+        _said(form)
+        for phrase in "|".join(words.values()).split("|")
+        for form in (phrase, re.sub(r"\(.*\)", "", phrase))
+    )
     for words in (_YES, _NO)
 )
 
