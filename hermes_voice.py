@@ -67,6 +67,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from email.message import Message
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -1295,28 +1296,25 @@ def _bound_id(question: Json) -> str | None:
     return bound if isinstance(bound, str) and ID.fullmatch(bound) else None
 
 
-def _tool(status: str) -> Callable[[RunStream, Json, float], list[Json]]:
-    def read(stream: RunStream, event: Json, now: float) -> list[Json]:
-        tool = _words(event, "tool", 80) or "tool"
-        label = TOOL_LABELS.get(tool, f"using {tool.replace('_', ' ')}")
-        if status == "running":
-            # Where translations are missing the preview is a bare key.
-            preview = re.sub(r"^display\.preview\.\w+$", "", _words(event, "preview"))
-            stream._previews[tool] = preview
-            updates = []
-        else:
-            preview = stream._previews.pop(tool, "")
-            stream.rounds += 1
-            # The tool that asked has ended: whatever became of its question, it is over.
-            updates = stream.close_question("timeout")
-        failed = status == "completed" and event.get("error") is True
-        outcome = "error" if failed else status
-        if status == "completed" and len(stream.steps) < STEPS_LIMIT:
-            stream.steps.append(f"{label}: {preview} ({outcome})" if preview else f"{label} ({outcome})")
-        update = {"type": "tool", "status": outcome, "label": label}
-        return [*updates, {**update, "preview": preview} if preview else update]
-
-    return read
+def _tool(status: str, stream: RunStream, event: Json, now: float) -> list[Json]:
+    tool = _words(event, "tool", 80) or "tool"
+    label = TOOL_LABELS.get(tool, f"using {tool.replace('_', ' ')}")
+    if status == "running":
+        # Where translations are missing the preview is a bare key.
+        preview = re.sub(r"^display\.preview\.\w+$", "", _words(event, "preview"))
+        stream._previews[tool] = preview
+        updates = []
+    else:
+        preview = stream._previews.pop(tool, "")
+        stream.rounds += 1
+        # The tool that asked has ended: whatever became of its question, it is over.
+        updates = stream.close_question("timeout")
+    failed = status == "completed" and event.get("error") is True
+    outcome = "error" if failed else status
+    if status == "completed" and len(stream.steps) < STEPS_LIMIT:
+        stream.steps.append(f"{label}: {preview} ({outcome})" if preview else f"{label} ({outcome})")
+    update = {"type": "tool", "status": outcome, "label": label}
+    return [*updates, {**update, "preview": preview} if preview else update]
 
 
 def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
@@ -1363,17 +1361,14 @@ def _interim(stream: RunStream, event: Json, now: float) -> list[Json]:
     return [{"type": "progress", "text": text}] if text else []
 
 
-def _subagent(status: str) -> Callable[[RunStream, Json, float], list[Json]]:
-    def read(stream: RunStream, event: Json, now: float) -> list[Json]:
-        goal = _words(event, "goal")
-        helper = _words(event, "subagent_id") or goal
-        if status == "running":
-            stream._helpers[helper] = goal or "a part of the task"
-        else:
-            stream._helpers.pop(helper, None)
-        return [{"type": "subagent", "status": status, "goal": goal}]
-
-    return read
+def _subagent(status: str, stream: RunStream, event: Json, now: float) -> list[Json]:
+    goal = _words(event, "goal")
+    helper = _words(event, "subagent_id") or goal
+    if status == "running":
+        stream._helpers[helper] = goal or "a part of the task"
+    else:
+        stream._helpers.pop(helper, None)
+    return [{"type": "subagent", "status": status, "goal": goal}]
 
 
 # Hermes's final states, and what the page is told for each.
@@ -1385,15 +1380,12 @@ FINISH_REASONS = {
 }
 
 
-def _ended(state: str) -> Callable[[RunStream, Json, float], list[Json]]:
-    def read(stream: RunStream, event: Json, now: float) -> list[Json]:
-        output, unread = event.get("output"), event.get("pending_steer")
-        stream.unread = unread if isinstance(unread, str) else ""
-        output = _whole(output).strip() if isinstance(output, str) else ""
-        code, message = _ending_words(state, output, str(event.get("error") or ""))
-        return stream._end(FINISH_REASONS[state], output, code, message, event.get("usage"))
-
-    return read
+def _ended(state: str, stream: RunStream, event: Json, now: float) -> list[Json]:
+    output, unread = event.get("output"), event.get("pending_steer")
+    stream.unread = unread if isinstance(unread, str) else ""
+    output = _whole(output).strip() if isinstance(output, str) else ""
+    code, message = _ending_words(state, output, str(event.get("error") or ""))
+    return stream._end(FINISH_REASONS[state], output, code, message, event.get("usage"))
 
 
 def _ending_words(state: str, output: str, error: str) -> tuple[str, str]:
@@ -1412,23 +1404,19 @@ def _ending_words(state: str, output: str, error: str) -> tuple[str, str]:
     return "hermes_failed", "Hermes ran into an error and could not finish. Its log says why."
 
 
-def _steered(stream: RunStream, event: Json, now: float) -> list[Json]:
-    return [{"type": "steered"}]
-
-
 RUN_UPDATES: dict[str, Callable[[RunStream, Json, float], list[Json]]] = {
-    "tool.started": _tool("running"),
-    "tool.completed": _tool("completed"),
+    "tool.started": partial(_tool, "running"),
+    "tool.completed": partial(_tool, "completed"),
     "message.interim": _interim,
-    "run.steered": _steered,
+    "run.steered": lambda stream, event, now: [{"type": "steered"}],
     "approval.request": _approval_request,
     "approval.responded": _approval_responded,
-    "subagent.start": _subagent("running"),
-    "subagent.complete": _subagent("completed"),
-    "run.completed": _ended("completed"),
-    "run.failed": _ended("failed"),
-    "run.cancelled": _ended("cancelled"),
-    "run.interrupted": _ended("interrupted"),
+    "subagent.start": partial(_subagent, "running"),
+    "subagent.complete": partial(_subagent, "completed"),
+    "run.completed": partial(_ended, "completed"),
+    "run.failed": partial(_ended, "failed"),
+    "run.cancelled": partial(_ended, "cancelled"),
+    "run.interrupted": partial(_ended, "interrupted"),
 }
 
 
