@@ -1198,7 +1198,7 @@ class RunStream:
         self._decoder = SSEDecoder()
         self._asked: list[str] = []  # ids of all questions so far
         self._previews: dict[str, str] = {}  # of the tools that run, by name
-        self._helpers: dict[str, str] = {}  # goals of child agents that work, by their id
+        self._helpers: set[str] = set()  # child agents that work
 
     def feed(self, chunk: bytes, now: float) -> Iterator[Json]:
         """Read a chunk of the event stream. Raise Garbled where it makes no sense.
@@ -1299,21 +1299,20 @@ def _bound_id(question: Json) -> str | None:
 def _tool(status: str, stream: RunStream, event: Json, now: float) -> list[Json]:
     tool = _words(event, "tool", 80) or "tool"
     label = TOOL_LABELS.get(tool, f"using {tool.replace('_', ' ')}")
+    updates = []
     if status == "running":
         # Where translations are missing the preview is a bare key.
         preview = re.sub(r"^display\.preview\.\w+$", "", _words(event, "preview"))
         stream._previews[tool] = preview
-        updates = []
     else:
         preview = stream._previews.pop(tool, "")
+        status = "error" if event.get("error") is True else status
         stream.rounds += 1
+        if len(stream.steps) < STEPS_LIMIT:
+            stream.steps.append(f"{label}: {preview} ({status})" if preview else f"{label} ({status})")
         # The tool that asked has ended: whatever became of its question, it is over.
         updates = stream.close_question("timeout")
-    failed = status == "completed" and event.get("error") is True
-    outcome = "error" if failed else status
-    if status == "completed" and len(stream.steps) < STEPS_LIMIT:
-        stream.steps.append(f"{label}: {preview} ({outcome})" if preview else f"{label} ({outcome})")
-    update = {"type": "tool", "status": outcome, "label": label}
+    update = {"type": "tool", "status": status, "label": label}
     return [*updates, {**update, "preview": preview} if preview else update]
 
 
@@ -1365,9 +1364,9 @@ def _subagent(status: str, stream: RunStream, event: Json, now: float) -> list[J
     goal = _words(event, "goal")
     helper = _words(event, "subagent_id") or goal
     if status == "running":
-        stream._helpers[helper] = goal or "a part of the task"
+        stream._helpers.add(helper)
     else:
-        stream._helpers.pop(helper, None)
+        stream._helpers.discard(helper)
     return [{"type": "subagent", "status": status, "goal": goal}]
 
 
