@@ -1283,7 +1283,11 @@ class RunStream:
 
 def _words(event: Json, key: str, limit: int = PREVIEW_CHARS) -> str:
     value = event.get(key)
-    return mask(_whole(value[: limit * 2]))[:limit] if isinstance(value, str) else ""
+    if not isinstance(value, str):
+        return ""
+    text = mask(_whole(value[: limit * 2]))
+    # What is asked for must not look whole when it is not.
+    return text if len(text) <= limit and len(value) <= limit * 2 else f"{text[: limit - 1]}…"
 
 
 def _whole(text: str) -> str:

@@ -22,6 +22,7 @@ from hermes_voice import (
     FINISH_REASONS,
     HISTORY_CHARS,
     HISTORY_MESSAGES,
+    LINE_CHARS,
     PIECE_BYTES,
     REQUEST_CHARS,
     RUN_UPDATES,
@@ -1259,6 +1260,15 @@ def test_long_fields_are_cut():
 
     assert len(tool["label"]) < 100
     assert len(tool["preview"]) == 300
+
+
+@pytest.mark.parametrize("command", ["rm " + "x" * LINE_CHARS, "password=hunter2; " * LINE_CHARS])
+def test_a_command_that_is_cut_looks_it(command):
+    whole = read(event("approval.request", command=command[:LINE_CHARS]))[0]["command"]
+    cut = read(event("approval.request", command=command))[0]["command"]
+
+    assert (whole[-1] == "…", cut[-1] == "…") == (False, True)
+    assert len(cut) <= LINE_CHARS
 
 
 FIELDS = (
