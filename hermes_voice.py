@@ -65,7 +65,7 @@ import urllib.parse
 import urllib.request
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from email.message import Message
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -1788,8 +1788,11 @@ create index sessions_by_time on sessions (heard);
 )
 SCHEMA_VERSION = len(SCHEMAS)
 
-# The conversation, and twice the time.
-TOUCH = "insert into conversations values (?, ?) on conflict do update set updated = max(updated, ?)"
+# A conversation, and when something happened in it.
+TOUCH = (
+    "insert into conversations values (?, ?)"
+    " on conflict do update set updated = max(updated, excluded.updated)"
+)
 
 # Over all conversations; the oldest go first.
 ROWS_KEPT = {"runs": 10_000, "lines": 100_000, "approvals": 10_000, "sessions": 10_000}
@@ -1874,11 +1877,7 @@ class Journal:
         yield "delete from delegations where conversation = ? and run = ?", run.conversation, run.id
         for delegation in run.delegations:
             yield "insert or replace into delegations values (?, ?, ?)", run.conversation, delegation, run.id
-        yield TOUCH, run.conversation, run.created, run.created
-
-    def touch(self, conversation: str, at: float) -> None:
-        """Note that something happened in a conversation."""
-        self._write((TOUCH, conversation, at, at))
+        yield TOUCH, run.conversation, run.created
 
     def open_runs(self) -> list[Run]:
         """The runs that have no final update, oldest first."""
@@ -1919,8 +1918,7 @@ class Journal:
 
     def save_session(self, session: Session) -> None:
         """Write down what is known of a session."""
-        row = [getattr(session, item.name) for item in fields(Session)]
-        self._write(("insert or replace into sessions values (?, ?, ?, ?, ?, ?, ?)", *row))
+        self._write(("insert or replace into sessions values (?, ?, ?, ?, ?, ?, ?)", *vars(session).values()))
 
     def sessions(self, after: float, name: str = "") -> list[Session]:
         """The sessions heard of after a time, open ones, and those with this id or of this call, by age."""
@@ -1931,7 +1929,7 @@ class Journal:
         """Append lines; one whose key came before is replaced in its place."""
         query = "insert into lines values (?, ?, ?, ?, ?) on conflict do update set text = excluded.text"
         rows = [(query, conversation, line["key"], line["speaker"], line["text"], at) for line in lines]
-        self._write(*rows, (TOUCH, conversation, at, at))
+        self._write(*rows, (TOUCH, conversation, at))
 
     def lines_of(self, conversation: str) -> list[Json]:
         """The conversation's newest lines, oldest first."""
@@ -1953,14 +1951,15 @@ class Journal:
 
     def forget(self, conversation: str) -> None:
         """Remove everything of a conversation."""
-        of_runs = "run in (select id from runs where conversation = ?)"
-        deletions = [f"delete from approvals where {of_runs}"]
-        deletions += [
-            f"delete from {table} where conversation = ?" for table in ("runs", "delegations", "lines")
-        ]
-        deletions += ["delete from conversations where id = ?"]
-        # The time it took stays on the meter.
-        deletions += ["update sessions set conversation = '' where conversation = ?"]
+        deletions = (
+            "delete from approvals where run in (select id from runs where conversation = ?)",
+            "delete from runs where conversation = ?",
+            "delete from delegations where conversation = ?",
+            "delete from lines where conversation = ?",
+            "delete from conversations where id = ?",
+            # The time it took stays on the meter.
+            "update sessions set conversation = '' where conversation = ?",
+        )
         self._write(*((deletion, conversation) for deletion in deletions))
 
     def forget_before(self, at: float, most: Mapping[str, int] = ROWS_KEPT) -> None:

@@ -265,7 +265,7 @@ def test_a_journal_that_does_not_exist_is_not_made(desk):
 def test_a_journal_is_looked_at_and_not_touched(desk, running):
     folder = desk.folder / "state"
     journal = hermes_voice.Journal(folder)
-    journal.touch("c1", 1.0)
+    journal.add_lines("c1", [], 1.0)
     if not running:
         journal._database.close()
     before = contents(folder)

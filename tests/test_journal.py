@@ -263,7 +263,6 @@ def use_all_of(journal):
     journal.add_lines("c1", [line("1", "x" * 100_000)], 1.0)
     journal.note_approval(run, Question("q1", None, "rm", "", (), 0.0), "once", "voice", 1.0)
     assert journal.deliver(run.id, "page") in (True, False)
-    journal.touch("c1", 2.0)
     for read in (journal.open_runs, journal.conversations):
         assert isinstance(read(), list)
     for read in (journal.lines_of, journal.runs_of):
@@ -517,7 +516,7 @@ def test_conversations_are_listed_newest_first_with_their_first_words(journal):
 
 def test_so_many_conversations_are_listed(journal):
     for number in range(CONVERSATIONS_LISTED + 5):
-        journal.touch(f"c{number}", float(number))
+        journal.add_lines(f"c{number}", [], float(number))
 
     assert len(journal.conversations()) == CONVERSATIONS_LISTED
 
@@ -568,7 +567,7 @@ def test_old_conversations_are_forgotten_but_not_what_still_runs(journal):
     fill(journal, "old", Maker("old").ended())
     fill(journal, "works", Maker("works").running())
     fill(journal, "new", Maker("new").ended())
-    journal.touch("new", 100.0)
+    journal.add_lines("new", [], 100.0)
 
     journal.forget_before(50.0)
 
