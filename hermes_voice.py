@@ -1190,7 +1190,6 @@ class RunStream:
         self.approval_seconds: float = APPROVAL_SECONDS[False]
         self.ended = False
         self.stop_asked = False
-        self.binds = False  # whether Hermes takes an answer only for the question it names
         self.heard_at = float("-inf")  # monotonic seconds, of the newest event
         self.steps: list[str] = []  # finished tool calls, for people and for a replacement
         self.rounds = 0  # tool calls finished; after each the agent reads what it was handed
@@ -3014,7 +3013,6 @@ def uncertain(detail: str) -> UpstreamError:
 
 def follow_run(app: App, run: Run) -> None:
     """Read the run's events once, from the first byte; look its status up when they fail."""
-    run.stream.binds = run.idempotent
     seconds = app.config.approval_seconds or APPROVAL_SECONDS[run.idempotent]
     run.stream.approval_seconds = seconds - (0 if run.idempotent else APPROVAL_MARGIN)
     inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -3354,7 +3352,8 @@ def answer_hermes(app: App, run: Run, question: Question, choice: str) -> None:
     except UpstreamError as error:
         log_event("approval.failed", logging.WARNING, run=run.id, detail=error.detail)
         if error.answered not in (404, 409):
-            question.answering = error.arrived and not (question.bound and run.stream.binds)
+            safe = question.bound is not None and run.idempotent
+            question.answering = not (safe or may_repeat(error, False))
             raise
         reason = "timeout"
     with app.changed:

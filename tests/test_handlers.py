@@ -1345,6 +1345,21 @@ def test_an_answer_that_may_have_arrived_is_repeated_only_where_it_is_bound(
     assert len(run.answers) == 1 + again
 
 
+@pytest.mark.parametrize(("status", "again"), [(429, True), (503, True), (500, False)])
+def test_an_answer_that_hermes_had_no_time_for_is_repeated(bench, status, again):
+    b = bench(idempotent=False)
+    page, run, _ = asked(b, request_id=None)
+    b.hermes.once("POST", "/v1/runs/run_1/approval", reply(status))
+    with pytest.raises(Refused):
+        b.approve(run_id=page.run_id, choice="once")
+
+    if again:
+        assert b.approve(run_id=page.run_id, choice="once")["resolved"] == 1
+    else:
+        assert too_late(b, run_id=page.run_id, choice="once")
+    assert len(run.answers) == 1 + again
+
+
 def test_an_answer_that_cannot_have_arrived_is_repeated(bench):
     b = bench(idempotent=False, away=600)
     page, _, _ = asked(b, request_id=None)
