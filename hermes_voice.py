@@ -2626,10 +2626,7 @@ def post_session(app: App, request: Request) -> Reply:
     sdp = text_of(request.body, "sdp", SDP_LIMIT)
     if not sdp.startswith("v=0") or "m=audio" not in sdp:
         raise BadRequest("'sdp' must be an offer with an audio track.")
-    conversation, call = (
-        id_of(request.body, key) if request.body.get(key) is not None else ""
-        for key in ("conversation", "call")
-    )
+    conversation, call = (id_of(request.body, key, "") for key in ("conversation", "call"))
     # What was said on every page and device, where there is more than this page's own.
     stored = app.journal.lines_of(conversation) if conversation else []
     session = session_settings(app.config, request.body, stored)
@@ -2837,8 +2834,7 @@ def post_delegate(app: App, request: Request) -> Updates:
     lines = lines_of(request.body, "lines")
     if not any(line["speaker"] == "user" for line in lines):
         raise BadRequest("'lines' must hold something the user said.")
-    given = request.body.get("delegation_id")
-    delegation = app.new_id() if given is None else id_of(request.body, "delegation_id")
+    delegation = id_of(request.body, "delegation_id", app.new_id())
     run = route(app, conversation, delegation, lines)
     log_event("run.asked", conversation=conversation, delegation=delegation, run=run.id)
     return Updates(updates_after(app, run, 0))
@@ -3150,9 +3146,7 @@ def post_stop(app: App, request: Request) -> Reply:
 
 def get_runs(app: App, request: Request) -> Reply:
     """A conversation's runs, newest last."""
-    conversation = request.query.get("conversation", "")
-    if not ID.fullmatch(conversation):
-        raise BadRequest("'conversation' must be a conversation's id.")
+    conversation = id_of(request.query, "conversation")
     with app.changed:
         # The book's are newer, and there whatever the disk does.
         both = [*app.journal.runs_of(conversation), *app.book.of(conversation)]
@@ -3178,7 +3172,7 @@ def post_delivered(app: App, request: Request) -> Reply:
 
     A page that names itself may repeat its claim, in case the answer was lost.
     """
-    page = app.new_id() if request.body.get("page") is None else id_of(request.body, "page")
+    page = id_of(request.body, "page", app.new_id())
     with app.changed:
         run = app.find(request.ids[0])
         if run.final is None:
@@ -3319,7 +3313,7 @@ def post_approve(app: App, request: Request) -> Reply:
         return Reply({"choice": None, "resolved": 0})
     if choice not in CHOICES:
         raise BadRequest(f"'choice' must be one of {', '.join(CHOICES)}.")
-    request_id = id_of(body, "request_id") if body.get("request_id") is not None else None
+    request_id = id_of(body, "request_id", "")
     with app.changed:
         run = app.find(run_id)
         question = claim_question(run, request_id, choice, app.clock())
@@ -3330,13 +3324,13 @@ def post_approve(app: App, request: Request) -> Reply:
     return Reply({"choice": choice, "resolved": 1})
 
 
-def claim_question(run: Run, request_id: str | None, choice: str, now: float) -> Question:
-    """Take the open question for one answer. Raise Conflict if it is not the one meant."""
+def claim_question(run: Run, request_id: str, choice: str, now: float) -> Question:
+    """Take the open question for one answer. Raise Conflict if it is not the one meant; "" means any."""
     question = run.stream.question
     if run.stream.stop_asked or run.final:
         raise Conflict("The task is being stopped; nothing more is allowed.", code="too_late")
     late = question is None or now >= question.until or question.answering
-    if late or question is None or request_id not in (None, question.request_id):
+    if late or question is None or request_id not in ("", question.request_id):
         raise Conflict("That question is no longer open, so the answer was not passed on.", code="too_late")
     if choice not in question.choices:
         raise BadRequest("Hermes does not offer this choice for the question.")
@@ -3416,9 +3410,11 @@ def text_of(body: Json, key: str, limit: int) -> str:
     return value
 
 
-def id_of(body: Json, key: str) -> str:
-    """An id field. Raise BadRequest, naming it."""
+def id_of(body: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """An id field, or where it is left out the default, if there is one. Raise BadRequest, naming it."""
     value = body.get(key)
+    if value is None and default is not None:
+        return default
     if not isinstance(value, str) or not ID.fullmatch(value):
         raise BadRequest(f"'{key}' must be 1 to 64 letters, digits, '-' or '_'.")
     return value
