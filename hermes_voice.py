@@ -1483,6 +1483,13 @@ class Run:
     delivered: str = ""  # which page has claimed to tell the user of the end
     resumed: bool = False  # whether an earlier process of ours began it
     steers: list[Steer] = field(default_factory=list)  # until the run ends
+    saved: object = None  # its mark when it was last written down
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """What it is written down again for once it differs."""
+        told = (self.state, self.hermes_id, self.body is None, self.superseded_by)
+        return (*told, self.stream.stop_asked, *self.delegations)
 
     @property
     def asked(self) -> str:
@@ -2561,7 +2568,6 @@ class App:
         self.changed = threading.Condition()
         self.book = RunBook()
         self.closing = False
-        self._saved: dict[str, tuple[object, ...]] = {}  # what stands in the journal of open runs
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
         self.live_session = ""
@@ -2581,31 +2587,23 @@ class App:
         """Tell of a run; if it has ended, start what its unread words become. The caller holds the lock."""
         new_id = self.new_id() if run.final and run.steers else ""
         after = self.book.go_on(run, new_id, time.time()) if new_id else None
-        self.announce(run, *([after] if after else []))
+        self.announce(run, after)
         if after and after.id == new_id:
             in_background(work, self, after)
 
-    def announce(self, *runs: Run) -> None:
+    def announce(self, *runs: Run | None) -> None:
         """Write runs down where that matters, then wake who follows them. The caller holds the lock."""
-        marks = {
-            run.id: (
-                (run.state, run.hermes_id, run.body is None, run.stream.stop_asked, run.superseded_by),
-                tuple(run.delegations),
-            )
-            for run in runs
-        }
-        changed = [run for run in runs if self._saved.get(run.id) != marks[run.id]]
+        changed = [run for run in runs if run and run.saved != run.mark]
         if changed:
             self.journal.save(*changed)
-        self._saved |= marks
-        for run in runs:
-            if run.final is not None:
-                del self._saved[run.id]
+        for run in changed:
+            run.saved = run.mark
         self.changed.notify_all()
 
     def find(self, run_id: str) -> Run:
-        """The run with this id. Raise NotFound. The caller holds the lock."""
-        run = self.book.get(run_id) or self.journal.run(run_id)
+        """The run with this id. Raise NotFound."""
+        with self.changed:
+            run = self.book.get(run_id) or self.journal.run(run_id)
         if run is None:
             raise NotFound("This task is not known here any more.", code="run_not_found")
         return run
@@ -2672,7 +2670,7 @@ def next_start(app: App) -> int:
     return app.start_number
 
 
-def session_settings(config: Config, body: Json, stored: Sequence[Json] = ()) -> Json:
+def session_settings(config: Config, body: Json, stored: Sequence[Json]) -> Json:
     """The `session` object of a new Live session."""
     asked = body.get("voice") or "custom"
     voice = config.voice if asked in (config.voice, "custom") else asked
@@ -2865,10 +2863,9 @@ def route(app: App, conversation: str, delegation: str, lines: list[Json]) -> Ru
         known = book.find(conversation, delegation)
         if known:
             return known
-        policy = "queue" if policy == "queue" else "restart"
         run = book.claim(conversation, delegation, lines, app.new_id(), time.time(), policy)
         new = run.delegations == [delegation]
-        app.announce(run, *([run.replaces] if run.replaces else []))
+        app.announce(run, run.replaces)
     if new:
         in_background(work, app, run)
     return run
@@ -3135,12 +3132,10 @@ def tell_hermes_to_stop(app: App, run: Run) -> None:
 
 def post_stop(app: App, request: Request) -> Reply:
     """Stop a run. The answer is `stopping`, or how it has ended already."""
-    with app.changed:
-        run = app.find(request.ids[0])
+    run = app.find(request.ids[0])
     if run.final is None:
         stop_run(app, run)
-    with app.changed:
-        state = run.final["finish_reason"] if run.final else "stopping"
+    state = run.final["finish_reason"] if run.final else "stopping"
     return Reply({"run_id": run.id, "state": state}, status=202)
 
 
@@ -3223,9 +3218,7 @@ def get_updates(app: App, request: Request) -> Updates:
     after = request.query.get("after", "0")
     if not re.fullmatch(r"\d{1,9}", after):
         raise BadRequest("'after' must be the number of an update.")
-    with app.changed:
-        run = app.find(request.ids[0])
-    return Updates(updates_after(app, run, int(after)))
+    return Updates(updates_after(app, app.find(request.ids[0]), int(after)))
 
 
 def updates_after(app: App, run: Run, after: int) -> Iterator[list[Json]]:
