@@ -2576,12 +2576,15 @@ class App:
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
         """Add updates to a run and wake who follows it."""
-        updates = list(updates)
-        for update in updates:
-            log_event("run.updated", logging.DEBUG, run=run.id, update=update)
-        with self.changed:
-            run.publish(updates)
-            self.go_on(run)
+        told: list[Json] = []
+        try:
+            for update in updates:
+                log_event("run.updated", logging.DEBUG, run=run.id, update=update)
+                told.append(update)
+        finally:  # What came before a part that makes no sense is not lost with it.
+            with self.changed:
+                run.publish(told)
+                self.go_on(run)
 
     def go_on(self, run: Run) -> None:
         """Tell of a run; if it has ended, start what its unread words become. The caller holds the lock."""

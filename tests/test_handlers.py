@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bench import RESTART, SOON, TIMEOUT, Bench
-from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, replay, reply, stream
+from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, event, replay, reply, sse, stream
 from working_hermes import WorkingHermes, join_workers
 
 import hermes_voice
@@ -867,6 +867,18 @@ def test_a_silent_run_goes_on_while_its_status_says_so(bench):
     assert page.done()["say"] == ["Done."]
     assert page.of("run", state="unreachable") == []
     assert run.followers == 1
+
+
+def test_what_came_before_a_part_that_makes_no_sense_is_told(bench):
+    b = bench()
+    page = b.delegate("Clean up.")
+    run = b.hermes.run()
+    run.status["status"] = "waiting_for_approval"
+    question = event("approval.request", request_id="q_1", command="rm", choices=["once", "deny"])
+
+    run.send(sse(question) + b"data: nonsense\n\n")
+
+    assert page.wait("approval")["request_id"] == "q_1"
 
 
 @pytest.mark.parametrize("nonsense", [{"status": ["completed"]}, {"status": None}, {"state": "completed"}])
