@@ -865,8 +865,8 @@ def split_answer(output: str) -> tuple[list[str], str]:
 
 
 # A block of code, up to its fence or the end; ```code``` in one line is none.
-_FENCED = r"^[ \t]*(`{3,}(?![^\n]*`)|~{3,}).*?(?:^[ \t]*\1[`~]*[ \t\r]*$|\Z)"
-_FENCED_OR_RULE = re.compile(rf"{_FENCED}|(?P<rule>^[ \t]*---[ \t\r]*$)", re.M | re.S)
+_FENCED = r"^[ \t]*(`{3,}(?![^\n]*`)|~{3,})(?s:.*?)(?:^[ \t]*\1[`~]*[ \t\r]*$|\Z)"
+_FENCED_OR_RULE = re.compile(rf"{_FENCED}|(?P<rule>^[ \t]*---[ \t\r]*$)", re.M)
 
 
 def _cut_at_rule(text: str) -> tuple[str, str]:
@@ -877,42 +877,38 @@ def _cut_at_rule(text: str) -> tuple[str, str]:
 
 
 # Markdown that is not for the ear: pattern and what is said instead, in this order.
-_UNSPEAKABLE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
-    (re.compile(_FENCED, re.M | re.S), " "),
-    (re.compile(r"\$\$[^$]{0,2000}\$\$|\\\[[^\]]{0,2000}\\\]"), " "),
-    (re.compile(r"^[ \t]*\|.*$", re.M), " "),
-    (re.compile(r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", re.M), " "),
-    (re.compile(r"\[\^[\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", re.M), ""),
-    (re.compile(r"!\[([^\]]*)\]\([^)]*\)"), r"\1"),
-    (re.compile(r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]\n]{0,100}\])"), r"\1"),
-    (re.compile(r"<?(?:https?|ftp)://[^\s<>)\]，。、！？；：）」』】]+(?<![.,:;!?])>?"), " "),
-    (re.compile(r"<!--.*?-->|</?[a-zA-Z][^<>]*>", re.S), " "),
+_UNSPEAKABLE: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (_FENCED, " "),
+    (r"\$\$[^$]{0,2000}\$\$|\\\[[^\]]{0,2000}\\\]", " "),
+    (r"^[ \t]*\|.*$", " "),
+    (r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", " "),
+    (r"\[\^[\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", ""),
+    (r"!\[([^\]]*)\]\([^)]*\)", r"\1"),
+    (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]\n]{0,100}\])", r"\1"),
+    (r"<?(?:https?|ftp)://[^\s<>)\]，。、！？；：）」』】]+(?<![.,:;!?])>?", " "),
+    (r"<!--(?s:.*?)-->|</?[a-zA-Z][^<>]*>", " "),
     # Of a path only the last name, of a hash the first digits.
-    (re.compile(r"(?<![\w/.:~])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?"), r"\1"),
-    (re.compile(r"(?<![\w/.:])(?:[\w.@+-]{1,99}/){1,30}([\w@+-]{1,90}\.[A-Za-z]\w{0,4})\b(?!/)"), r"\1"),
-    (re.compile(r"\b[A-Za-z]:\\(?:[^\\\s]{1,99}\\){0,30}([\w@+-][\w.@+-]{0,98})"), r"\1"),
-    (re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b"), r"\1"),
+    (r"(?<![\w/.:~])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?", r"\1"),
+    (r"(?<![\w/.:])(?:[\w.@+-]{1,99}/){1,30}([\w@+-]{1,90}\.[A-Za-z]\w{0,4})\b(?!/)", r"\1"),
+    (r"\b[A-Za-z]:\\(?:[^\\\s]{1,99}\\){0,30}([\w@+-][\w.@+-]{0,98})", r"\1"),
+    (r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b", r"\1"),
     # A longer number is read out digit by digit, which is easier to follow in groups.
-    (
-        re.compile(r"(?<![\d.,])\d{13,40}(?![\d.,]\d)"),
-        lambda number: " ".join(re.findall(".{1,4}", number[0])),
-    ),
-    (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+(?:\[[ xX]\][ \t]+)?)+", re.M), ""),
+    (r"(?<![\d.,])\d{13,40}(?![\d.,]\d)", lambda number: " ".join(re.findall(".{1,4}", number[0]))),
+    (r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+(?:\[[ xX]\][ \t]+)?)+", ""),
     # In the first line a number may be the answer.
-    (re.compile(r"(?<=\n)[ \t]*\d{1,3}[.)][ \t]+"), ""),
-    (re.compile(r"(\*{2,3}|_{2,3}|~~|`+)(?=\S)(.{1,300}?)(?<=\S)\1"), r"\2"),
-    (re.compile(r"(?<![\w*])([*_])(?=\S)(.{1,300}?)(?<=\S)\1(?![\w*])"), r"\2"),
+    (r"(?<=\n)[ \t]*\d{1,3}[.)][ \t]+", ""),
+    (r"(\*{2,3}|_{2,3}|~~|`+)(?=\S)(.{1,300}?)(?<=\S)\1", r"\2"),
+    (r"(?<![\w*])([*_])(?=\S)(.{1,300}?)(?<=\S)\1(?![\w*])", r"\2"),
     # What is left of a pair, but no sign between numbers.
-    (re.compile(r"`+|#{2,}|(?<!\S)\*+(?=\S)|(?<=\S)\*+(?!\S)"), ""),
-    (re.compile(r"\|+"), " "),
+    (r"`+|#{2,}|(?<!\S)\*+(?=\S)|(?<=\S)\*+(?!\S)", ""),
+    (r"\|+", " "),
     # Inline formulas; a price is none.
-    (re.compile(r"\$(?=[^$\n]{0,200}[\\^_{}])([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)"), r"\1\2"),
-    (re.compile(r"\\[a-zA-Z]+|\\(?=[\W_])"), " "),
+    (r"\$(?=[^$\n]{0,200}[\\^_{}])([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)", r"\1\2"),
+    (r"\\[a-zA-Z]+|\\(?=[\W_])", " "),
     # Pictures in the text and arrows.
     (
-        re.compile(
-            "[\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3\U0001f000-\U0001faff\U000e0020-\U000e007f]+"
-        ),
+        "[\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3"
+        "\U0001f000-\U0001faff\U000e0020-\U000e007f]+",
         " ",
     ),
 ]
@@ -926,7 +922,7 @@ def speakable(markdown: str) -> str:
     """Markdown as text for the ear: lines of plain words, no code, tables, links, secrets."""
     text = mask(markdown).replace("•••", "")
     for pattern, instead in _UNSPEAKABLE:
-        text = pattern.sub(instead, text)
+        text = re.sub(pattern, instead, text, flags=re.M)
     lines = (" ".join(line.split()) for line in html.unescape(text).split("\n"))
     return "\n".join(filter(None, lines))
 
