@@ -1258,7 +1258,6 @@ class RunStream:
         if self.ended:
             return []
         updates = self.close_question("run_ended")
-        self.ended = True
         output = "" if _NO_ANSWER.match(output) else output
         say, show = split_answer(output)
         if not show:
@@ -1273,6 +1272,7 @@ class RunStream:
             done["error"] = {"code": code, "message": message}
         if isinstance(usage, dict):
             done["usage"] = usage
+        self.ended = True  # Last, so that a run whose end cannot be read can still be given up.
         return [*updates, done]
 
 
@@ -3247,7 +3247,7 @@ def fresh(run: Run, update: Json, now: float) -> Json:
     """The update; an open question with the seconds it has left at this moment."""
     question = run.stream.question
     if update["type"] == "approval" and question and question.request_id == update["request_id"]:
-        return {**update, "seconds_left": max(0, round(question.until - now))}
+        return {**update, **question_update(question, now)}
     return update
 
 

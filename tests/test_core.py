@@ -1202,6 +1202,16 @@ def test_a_stop_closes_the_question_and_no_other_is_asked():
     assert stream.question is None
 
 
+def test_a_run_whose_end_cannot_be_read_can_still_be_given_up():
+    stream = RunStream()
+    with pytest.raises(TypeError):
+        stream._end("stop", 5, "", "", None)
+
+    (done,) = stream.give_up("unknown", "What became of it is not known.")
+
+    assert done["finish_reason"] == "unknown"
+
+
 def test_the_end_closes_the_question_before_it():
     updates = read(event("run.cancelled"), stream=asking())
 
