@@ -2895,8 +2895,8 @@ def hand_over(app: App, run: Run, delegation: str, lines: list[Json]) -> None:
 def work(app: App, run: Run) -> None:
     """Take one run from its turn to its end. Nothing else follows it at Hermes."""
     try:
-        asked = wait_for_turn(app, run)
-        if run.hermes_id or (asked and start_run(app, run, asked)):
+        wait_for_turn(app, run)
+        if run.hermes_id or (run.final is None and start_run(app, run)):
             log_event("run.followed", run=run.id, hermes=run.hermes_id, again=run.resumed)
             follow_run(app, run)
     except VoiceError as error:
@@ -2912,10 +2912,10 @@ def work(app: App, run: Run) -> None:
         log_event("run.ended", run=run.id, outcome=outcome, seconds=seconds, tools=len(run.stream.steps))
 
 
-def wait_for_turn(app: App, run: Run) -> str | None:
-    """Stop the run before this one and wait for its end. Return what to ask Hermes."""
+def wait_for_turn(app: App, run: Run) -> None:
+    """Stop the run before this one and wait for its end."""
     if run.state != "queued":
-        return run.request
+        return
     before = run.replaces
     superseding = before is not None and before.superseded_by == run.id
     if before and superseding and not before.final:
@@ -2924,17 +2924,16 @@ def wait_for_turn(app: App, run: Run) -> str | None:
         patience = app.waits.turn if superseding else None
         # A queued run can end before the one that it waits for.
         over = app.changed.wait_for(lambda: run.final or app.book.active(run.conversation) is run, patience)
-        if over:
-            asked = app.book.begin(run)
-            app.announce(run)
-            return asked
-    raise Conflict(
-        "Hermes has not stopped the task before, so this one was not started. Stop it and ask again.",
-        code="still_stopping",
-    )
+        if not over:
+            raise Conflict(
+                "Hermes has not stopped the task before, so this one was not started. Stop it and ask again.",
+                code="still_stopping",
+            )
+        app.book.begin(run)
+        app.announce(run)
 
 
-def start_run(app: App, run: Run, asked: str) -> bool:
+def start_run(app: App, run: Run) -> bool:
     """Hand the run to Hermes. False if it was stopped before that, or the server closes."""
     key = f"{run.conversation}.{run.delegations[0]}"
     sent = run.body is not None  # Hermes may have it
@@ -2947,7 +2946,7 @@ def start_run(app: App, run: Run, asked: str) -> bool:
             return False
         try:
             if run.body is None:
-                prepare_body(app, run, asked)
+                prepare_body(app, run)
             hermes_id = app.hermes.start(run.body or {}, key)
             break
         except UpstreamError as error:
@@ -2970,11 +2969,11 @@ def start_run(app: App, run: Run, asked: str) -> bool:
     return True
 
 
-def prepare_body(app: App, run: Run, asked: str) -> None:
+def prepare_body(app: App, run: Run) -> None:
     """Decide once what Hermes is sent for a run, and whether that can be sent again."""
     idempotent = app.hermes.is_idempotent()
     body: Json = {
-        "input": asked,
+        "input": run.request,
         "session_id": run.conversation,
         "instructions": backend_note(app.config),
     }
