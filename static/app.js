@@ -1,13 +1,14 @@
 // The hall: builds the parts, holds the state, carries out effects. It decides nothing.
 
 import { Api, ApiError } from "./api.js";
-import { settlesAt, START, step } from "./call.js";
+import { START, step } from "./call.js";
 import { CallError, findDevices, onDeviceChange, Session } from "./rtc.js";
 import { PROGRESS, readSettings } from "./settings.js";
 import * as view from "./view.js";
+import { settlesAt } from "./words.js";
 
 /** @typedef {import("./wire.js").Event} Event */
-/** @typedef {import("./call.js").Effect} Effect */
+/** @typedef {import("./state.js").Effect} Effect */
 
 const TICK_MS = 200;
 

@@ -27,9 +27,11 @@ import * as meter from "../static/meter.js";
 import { isOneOf } from "../static/phrases.js";
 import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
+import { statusOf } from "../static/status.js";
 import * as transcript from "../static/transcript.js";
 import * as watch from "../static/watch.js";
 import * as wire from "../static/wire.js";
+import { settlesAt } from "../static/words.js";
 
 const TICK_MS = 200;
 const OF_SESSION = ["paused", "resumed", "allowed", "media", "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound"];
@@ -128,7 +130,7 @@ function shown(trace, effects) {
 function seen(state) {
   return {
     ...state,
-    status: call.statusOf(state),
+    status: statusOf(state),
     pending: transcript.pending(state.transcript).map((line) => line.text),
     waiting: state.speech.waiting.map((piece) => piece.text),
   };
@@ -266,7 +268,7 @@ describe("every event in every situation", () => {
           watched.play({ wait: 30000 });
 
           assert.ok(Object.keys(call.START).every((key) => watched.state[key] !== undefined), event.type);
-          assert.equal(typeof call.statusOf(watched.state), "string");
+          assert.equal(typeof statusOf(watched.state), "string");
         }
       }
     });
@@ -588,7 +590,7 @@ function heardBy(scenario) {
   const until = (time) => {
     for (;;) {
       const tick = Math.floor((watched.now - began) / TICK_MS + 1) * TICK_MS;
-      const next = Math.min(tick, Math.max(watched.now - began + 1, Math.ceil(call.settlesAt(watched.state) - began)));
+      const next = Math.min(tick, Math.max(watched.now - began + 1, Math.ceil(settlesAt(watched.state) - began)));
       if (next > time) break;
       watched.now = began + next;
       play({ type: "tick" });
