@@ -38,7 +38,7 @@
 import * as questions from "./questions.js";
 import * as runs from "./runs.js";
 import * as session from "./session.js";
-import { chain, keep, notify, START, whileLive } from "./state.js";
+import { chain, each, keep, notify, START, whileLive } from "./state.js";
 import * as voice from "./voice.js";
 import * as words from "./words.js";
 
@@ -53,7 +53,7 @@ const ALWAYS = {
   set: (state, e) => [{ ...state, progress: e.progress ?? state.progress }, []],
   agreed: (state, e) => [{ ...state, terms: e.terms }, []],
   recalled: words.recalled,
-  leave: keep,
+  leave: (state) => chain(state, whileLive(words.handOverAll), keep),
   notKept: words.notKept,
   typed: words.typed,
   mute: session.mute,
@@ -77,8 +77,8 @@ const TABLE = {
     hangUp: session.abandon,
   },
   live: {
-    ...ALWAYS, hangUp: session.close, closed: session.closed, lost: session.lost, link: session.link, paused: session.paused,
-    resumed: session.resumed, allowed: session.allowed, usage: session.usage, media: session.media,
+    ...ALWAYS, hangUp: ending(session.close, words.handOverAll), closed: ending(session.closed), lost: ending(session.lost),
+    link: session.link, paused: session.paused, resumed: session.resumed, allowed: session.allowed, usage: session.usage, media: session.media,
     heard: words.heard, delegated: words.delegated,
     placed: voice.placed, sound: voice.sound, trouble: voice.trouble,
     stopSpeaking: voice.stopSpeaking, goOn: voice.goOn, sayAgain: voice.sayAgain,
@@ -88,7 +88,7 @@ const TABLE = {
 
 /** Of the session that is to replace the present one. @type {Record<string, EventRule>} */
 const RENEWAL = {
-  opened: session.renewalOpened, started: session.renewalStarted,
+  opened: session.renewalOpened, started: ending(session.renewalStarted),
   failed: session.renewalFailed, lost: session.renewalFailed, closed: session.renewalFailed,
 };
 
@@ -99,7 +99,7 @@ const OF_SESSION = new Set([
 
 /** What time brings, in this order. */
 const TICK = [
-  session.watchSession,
+  ending(session.watchSession),
   ...[
     words.settle, words.listenForAnswer, words.listenForCommand, words.listenForLate, words.handTail,
     questions.remind, runs.reportProgress,
@@ -107,30 +107,36 @@ const TICK = [
   runs.followAgain, runs.claimDue, words.keepLines,
 ];
 
-// After these there is no call in which words could settle.
-const ENDS = ["hangUp", "closed", "lost", "leave"];
-
 /**
  * One event. Returns the next state and what is to be done.
  * @param {State} state @param {Event} event
  * @returns {Step}
  */
 export function step(state, event) {
-  const rule = TABLE[state.phase][event.type];
-  if (OF_SESSION.has(event.type) && event.attempt !== state.attempt) {
-    const next = event.attempt === state.renewal?.attempt && RENEWAL[event.type];
-    if (next) return voice.pump(...next({ ...state, now: event.at ?? state.now }, event));
-    return event.type === "opened" ? session.late(state, event) : [state, []];
-  }
+  const rule = ruleFor(state, event);
   if (!rule) return [state, []];
-  const now = { ...state, now: event.at ?? state.now };
-  const ends = state.phase === "live" && ENDS.includes(event.type);
-  return voice.pump(...(ends ? chain(now, words.handOver, (s) => rule(s, event)) : rule(now, event)));
+  return voice.pump(...rule({ ...state, now: event.at ?? state.now }, event));
 }
 
-/** @type {Rule} */
-function tick(state) {
-  return chain(state, ...TICK);
+/** @param {State} state @param {Event} event @returns {EventRule | undefined} */
+function ruleFor(state, event) {
+  if (!OF_SESSION.has(event.type) || event.attempt === state.attempt) return TABLE[state.phase][event.type];
+  if (event.attempt === state.renewal?.attempt) return RENEWAL[event.type];
+  return event.type === "opened" ? session.late : undefined;
+}
+
+/** @type {EventRule} */
+function tick(state, event) {
+  return each(state, TICK, (s, rule) => rule(s, event));
+}
+
+/** A rule that may end the session; before that, what the user has asked for is handed over. @param {EventRule} rule @param {Rule} [before] @returns {EventRule} */
+function ending(rule, before = words.handOver) {
+  return (state, event) => {
+    const [next, effects] = rule(state, event);
+    const isOver = state.phase === "live" && (next.phase !== "live" || next.attempt !== state.attempt);
+    return isOver ? chain(state, before, (s) => rule(s, event)) : [next, effects];
+  };
 }
 
 /** How this server is set up. @type {EventRule} */

@@ -77,8 +77,10 @@ export class Session {
   constructor(audio, emit) {
     this.#audio = audio;
     this.#emit = emit;
-    if (!audio.srcObject) audio.srcObject = this.#heard = new MediaStream();
-    audio.muted = false;
+    if (!audio.srcObject) {
+      audio.srcObject = this.#heard = new MediaStream();
+      audio.muted = false;
+    }
     audio.play().catch(() => {}); // an empty stream may refuse; the tap has counted
     if (window.isSecureContext) this.#context = new AudioContext();
   }

@@ -142,7 +142,9 @@ function takeOver(state, { attempt, sessionId, at }) {
     seconds: null,
     runs: rest.runs.map((run) => (run.attempt === state.attempt ? { ...run, attempt } : run)),
   });
-  return [next, [{ do: "takeOver", attempt, over: state.attempt, sessionId: state.sessionId, seconds: state.seconds }]];
+  const taken = { do: "takeOver", attempt, over: state.attempt, sessionId: state.sessionId, seconds: state.seconds };
+  // The next voice comes out of the same loudspeaker.
+  return [next, state.silenced ? [taken, { do: "silence", on: false }] : [taken]];
 }
 
 // ---- while it is up

@@ -72,17 +72,21 @@ export function typed(state, event) {
 
 /** Hand over what was said once it is complete. @type {Rule} */
 export function settle(state) {
-  // What was delegated before the question was asked is a request of its own.
-  const question = answerable(state)?.question;
-  const askedAt = question?.askedAt ?? (question?.stage === "answering" ? question.at : Infinity);
-  const answers = settling(state).filter((d) => d.at >= askedAt).map((d) => d.id);
-  const left = assign(state, answers, "captured", null);
+  const left = capture(state);
   const ids = settling(left).map((d) => d.id);
   if (!ids.length || left.now < settlesAt(left)) return [left, []];
   if (!transcript.isAsking(left.transcript)) return withoutWords(left, ids);
   // Places that were waited for in vain are not waited for again.
   const next = isWaiting(left) ? { ...left, placesHold: false } : left;
   return spokenCommand(next)?.(next, ids) ?? lateAnswer(next, ids) ?? delegate(next, ids[0], ids);
+}
+
+/** What was delegated after an open question was asked is about it; before, it is a request of its own. @param {State} state @returns {State} */
+function capture(state) {
+  const question = answerable(state)?.question;
+  const askedAt = question?.askedAt ?? (question?.stage === "answering" ? question.at : Infinity);
+  const ids = settling(state).filter((d) => d.at >= askedAt).map((d) => d.id);
+  return ids.length ? assign(state, ids, "captured", null) : state;
 }
 
 /** When the words of the delegations that wait for them are complete. @param {State} state */
@@ -99,14 +103,20 @@ function isWaiting(state) {
   return state.placesHold && settling(state).some((d) => areLate(words, d.placeMs));
 }
 
-/** The call ends: what was delegated or answered is not waited for any longer. @type {Rule} */
+/** The session ends: what was delegated is not waited for any longer. An answer may be half a one, and its question is asked anew. @type {Rule} */
 export function handOver(state) {
+  const left = capture(state);
+  const ids = settling(left).map((d) => d.id);
+  if (!ids.length || !transcript.isAsking(left.transcript)) return [left, []];
+  const command = spokenCommand(left);
+  if (command === spokenHangUp) return [commanded(left, ids, null), []];
+  return command ? command(left, ids) : delegate(left, ids[0], ids);
+}
+
+/** The user ends it: what was said last is whole. @type {Rule} */
+export function handOverAll(state) {
   const [next, effects] = hearAnswer(state, 0);
-  const ids = settling(next).map((d) => d.id);
-  if (effects.length || !ids.length || !transcript.isAsking(next.transcript)) return [next, effects];
-  const command = spokenCommand(next);
-  if (command === spokenHangUp) return [commanded(next, ids, null), []];
-  return command ? command(next, ids) : delegate(next, ids[0], ids);
+  return effects.length ? [next, effects] : handOver(next);
 }
 
 /** Late words that go on with what was handed over in mid-sentence are handed over too. @type {Rule} */
