@@ -10,7 +10,7 @@
 //   live        session.started came                   hangUp, idle -> closing; lost -> idle
 //     asleep      paused by the service                resumed
 //     renewal     the next session is being opened     its start, or the end of this -> connecting
-//   closing     session.close sent                     closed, or 5 s -> idle
+//   closing     session.close sent, or the page left   closed, or 5 s, or it is back -> idle
 //
 // What happens then is told in five rooms, each with the states of its own at its door:
 //
@@ -22,7 +22,7 @@
 //
 // What must stay true:
 //
-//   1. Nothing is sent before `started` or after `session.close`.
+//   1. Nothing is sent before `started`, after `session.close`, or once the page was left.
 //   2. Every delegation gets one answer, with its own id, on the connection that made it.
 //   3. A word is handed over once; words whose run never began count as not handed over.
 //   4. Runs outlive sessions: an update is a rule in every phase.
@@ -54,6 +54,8 @@ const ALWAYS = {
   agreed: (state, e) => [{ ...state, terms: e.terms }, []],
   recalled: words.recalled,
   leave: (state) => chain(state, whileLive(words.handOverAll), keep),
+  left: (state) => chain(state, whileLive(words.handOverAll), keep, session.leave),
+  returned: session.comeBack,
   notKept: words.notKept,
   typed: words.typed,
   mute: session.mute,

@@ -44,6 +44,7 @@ function openCall(state) {
     sessionId: null,
     dialledAt: state.now,
     reopens: false,
+    left: false,
     shakyAt: null,
     silenced: false,
     seconds: null,
@@ -213,8 +214,26 @@ export function failed(state, event) {
   return ended(notify(state, "error", event.message, state.opening !== "dialled"), true);
 }
 
+/** The page is gone, or kept aside by the browser: the server ends the session, which hears nothing more from here. @type {Rule} */
+export function leave(state) {
+  const { phase, sessionId, seconds, renewal } = state;
+  const goodbye = { do: "goodbye", sessionId, seconds };
+  if (phase === "idle" || phase === "closing") return [state, phase === "closing" ? [goodbye] : []];
+  const next = /** @type {State} */ ({ ...state, phase: "closing", closingAt: state.now, renewal: null, left: true });
+  if (phase === "connecting") return abandon(next);
+  return [next, renewal ? [goodbye, drop(renewal)] : [goodbye]];
+}
+
+/** It is shown again as it was. @type {Rule} */
+export function comeBack(state) {
+  if (!state.left) return [state, []];
+  const told = notify({ ...state, left: false }, "info", CLOSINGS.left, true);
+  return state.phase === "idle" ? [told, []] : ended(told, true);
+}
+
 /** @type {Record<string, string>} */
 const CLOSINGS = {
+  left: "The call was ended when you left the page. Your tasks go on; start the call again to hear of them.",
   expired: "The call reached the longest time OpenAI allows. Start a new one to go on.",
   content: "OpenAI ended the call because of its content rules. Your tasks go on. Start the call again and put it in other words.",
   connection_lost: "The connection was lost. Your tasks go on; start the call again to hear of them.",

@@ -59,6 +59,7 @@ export const START = {
   renewals: 0, // that failed in this session
   triedAt: 0, // when the last of them did
   reopens: false, // the call was hung up by plan, and starts again with the answer
+  left: false, // the page was left during the call, which the server is ending
   shakyAt: /** @type {number | null} */ (null), // since when the connection is broken
   asleepAt: /** @type {number | null} */ (null), // since when the service has paused it
   /** @type {object[]} */ held: [], // messages for when it is awake

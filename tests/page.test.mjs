@@ -88,6 +88,7 @@ class Watched {
 
   #shown(effect) {
     if (["drop", "release"].includes(effect.do) && effect.attempt === this.state.attempt) this.open = false;
+    if (effect.do === "goodbye") this.open = false;
     if (effect.do === "takeOver") this.open = this.state.phase === "live";
     if (effect.do !== "send") return effect;
     const { type, event_id: id, content, delegation_id: delegation } = effect.message;
@@ -224,6 +225,8 @@ const EVENTS = [
   { type: "claimed", key: "d1", mine: true },
   { type: "notKept" },
   { type: "leave" },
+  { type: "left" },
+  { type: "returned" },
   { type: "listed", runs: [] },
   { type: "update", key: "d1", update: { type: "heartbeat", seq: 1 } },
   { type: "streamEnded", key: "d1", refused: false },
@@ -380,7 +383,8 @@ class Walk {
       [1, { type: "notice", level: "info", text: `${id}` }],
       [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], seconds: 0, delivered: false, result: null }] }],
       [1, { type: this.#one(["stopSpeaking", "goOn", "sayAgain"]) }],
-      [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }])],
+      [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }, { type: "left" }])],
+      [state.left ? 9 : 0, { type: "returned" }],
       [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started", expiresAt: 60, wallMs: 0 }])],
     ];
     const event = this.#weighted(events);
