@@ -1,13 +1,14 @@
 // The hall: builds the parts, holds the state, carries out effects. It decides nothing.
 
 import { Api, ApiError } from "./api.js";
-import { settlesAt, START, step } from "./call.js";
+import { START, step } from "./call.js";
 import { CallError, findDevices, onDeviceChange, Session } from "./rtc.js";
 import { PROGRESS, readSettings } from "./settings.js";
 import * as view from "./view.js";
+import { settlesAt } from "./words.js";
 
 /** @typedef {import("./wire.js").Event} Event */
-/** @typedef {import("./call.js").Effect} Effect */
+/** @typedef {import("./state.js").Effect} Effect */
 
 const TICK_MS = 200;
 
@@ -82,6 +83,8 @@ const EFFECTS = {
     letGo(attempt);
     if (sessionId) void hangUp(sessionId, attempt === state.attempt ? state.seconds : null);
   },
+  // The connection stays up for the service's own goodbye.
+  goodbye: ({ sessionId, seconds }) => sessionId && void hangUp(sessionId, seconds),
   delegate: ({ key, lines }) => void follow(key, "delegate", { hermes_session: conversation, delegation_id: key, lines }),
   follow: ({ key, runId, after }) => void follow(key, `runs/${runId}/updates?after=${after}`, null),
   unfollow: ({ key }) => streams.get(key)?.abort(),
@@ -291,8 +294,10 @@ async function choose(setting, value) {
   settings = { ...settings, [setting]: value };
   localStorage.setItem("settings", JSON.stringify(settings));
   try {
-    if (setting === "microphone") await current?.session.useMicrophone(value);
-    if (setting === "speaker") await current?.session.useSpeaker(value);
+    // During a renewal there are two.
+    const sessions = [current, next].flatMap((each) => each?.session ?? []);
+    if (setting === "microphone") await Promise.all(sessions.map((session) => session.useMicrophone(value)));
+    if (setting === "speaker") await Promise.all(sessions.map((session) => session.useSpeaker(value)));
     if (setting === "progress") dispatch({ type: "set", progress: value });
   } catch (error) {
     dispatch({ type: "notice", level: "error", text: explained(error).message });
@@ -384,11 +389,8 @@ view.bind({
   },
 });
 setInterval(() => dispatch({ type: "tick" }), TICK_MS);
-addEventListener("pagehide", () => {
-  dispatch({ type: "leave" });
-  if (state.sessionId) void hangUp(state.sessionId, state.seconds);
-  if (state.renewal?.sessionId) void hangUp(state.renewal.sessionId, null);
-});
+addEventListener("pagehide", () => dispatch({ type: "left" }));
+addEventListener("pageshow", ({ persisted }) => persisted && dispatch({ type: "returned" }));
 onDeviceChange(() => {
   void current?.session.checkSpeaker();
   void showSettings(true);

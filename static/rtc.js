@@ -64,6 +64,7 @@ export class Session {
   /** @type {MediaStream | null} */ #heard = null; // what the audio element plays of this session
   #closed = false;
   #swaps = 0;
+  #wanted = ""; // the microphone that was chosen last
   #speaker = "";
   #playing = false;
   #audio;
@@ -77,8 +78,10 @@ export class Session {
   constructor(audio, emit) {
     this.#audio = audio;
     this.#emit = emit;
-    if (!audio.srcObject) audio.srcObject = this.#heard = new MediaStream();
-    audio.muted = false;
+    if (!audio.srcObject) {
+      audio.srcObject = this.#heard = new MediaStream();
+      audio.muted = false;
+    }
     audio.play().catch(() => {}); // an empty stream may refuse; the tap has counted
     if (window.isSecureContext) this.#context = new AudioContext();
   }
@@ -92,15 +95,17 @@ export class Session {
    */
   async open(exchange, muted, chosen, microphone = () => this.#openMicrophone(chosen.microphone)) {
     if (!window.isSecureContext || !navigator.mediaDevices) throw new CallError(INSECURE);
+    [this.#wanted, this.#speaker] = [chosen.microphone, chosen.speaker];
     this.#microphone = await microphone();
     if (this.#closed) return this.#release();
-    this.#speaker = chosen.speaker;
     const peer = (this.#peer = new RTCPeerConnection());
     for (const track of this.#microphone.getAudioTracks()) {
       track.enabled = !muted;
       track.addEventListener("ended", () => void this.#replaceLost());
       peer.addTrack(track, this.#microphone);
     }
+    // While the first one was being opened, another may have been chosen.
+    if (this.#wanted !== chosen.microphone) await this.useMicrophone(this.#wanted);
     this.#openChannel(peer);
     peer.addEventListener("track", (event) => void this.#play(event.streams[0] ?? new MediaStream([event.track])));
     peer.addEventListener("connectionstatechange", () => this.#report(peer.connectionState));
@@ -133,6 +138,7 @@ export class Session {
    * @param {string} id empty for the default one
    */
   async useMicrophone(id) {
+    this.#wanted = id;
     const sender = this.#peer?.getSenders()[0];
     if (!sender || this.#closed) return;
     const number = ++this.#swaps;

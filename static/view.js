@@ -1,11 +1,12 @@
 // The DOM: `bind` hands clicks out, `render` shows a state. Nothing else touches the page.
 
-import { statusOf } from "./call.js";
 import { words as costOf } from "./meter.js";
 import { parse, toNodes } from "./markdown.js";
+import { isAsking } from "./state.js";
+import { statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
 
-/** @typedef {import("./call.js").State} State */
+/** @typedef {import("./state.js").State} State */
 /** @typedef {State["runs"][number]} Run */
 
 /** @template {HTMLElement} T @param {string} id @param {new () => T} kind @returns {T} */
@@ -235,7 +236,7 @@ function offer(select, chosen, offered) {
 /** @param {State} state */
 export function render(state) {
   const working = state.runs.some((run) => !run.result);
-  const asking = state.runs.filter((run) => run.question && run.question.stage !== "closed" && !run.result);
+  const asking = state.runs.filter(isAsking);
   // The seconds are for the eye: a screen reader would read every one of them out.
   const [words, seconds = ""] = statusOf(state).split(/(?=, \d+ s)/);
   show(statusWords, words);

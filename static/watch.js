@@ -13,7 +13,7 @@
 //      time is used.
 //   3. Trouble is told once a session, and not while the connection is known to be broken.
 
-/** @typedef {import("./call.js").State} State */
+/** @typedef {import("./state.js").State} State */
 /**
  * @typedef {{sent: number, received: number, stuck: number, deaf: number, voiced: number,
  *   askedAt: number | null, told: string[]}} Flow

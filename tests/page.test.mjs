@@ -27,9 +27,11 @@ import * as meter from "../static/meter.js";
 import { isOneOf } from "../static/phrases.js";
 import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
+import { statusOf } from "../static/status.js";
 import * as transcript from "../static/transcript.js";
 import * as watch from "../static/watch.js";
 import * as wire from "../static/wire.js";
+import { settlesAt } from "../static/words.js";
 
 const TICK_MS = 200;
 const OF_SESSION = ["paused", "resumed", "allowed", "media", "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound"];
@@ -86,6 +88,7 @@ class Watched {
 
   #shown(effect) {
     if (["drop", "release"].includes(effect.do) && effect.attempt === this.state.attempt) this.open = false;
+    if (effect.do === "goodbye") this.open = false;
     if (effect.do === "takeOver") this.open = this.state.phase === "live";
     if (effect.do !== "send") return effect;
     const { type, event_id: id, content, delegation_id: delegation } = effect.message;
@@ -128,7 +131,7 @@ function shown(trace, effects) {
 function seen(state) {
   return {
     ...state,
-    status: call.statusOf(state),
+    status: statusOf(state),
     pending: transcript.pending(state.transcript).map((line) => line.text),
     waiting: state.speech.waiting.map((piece) => piece.text),
   };
@@ -222,6 +225,8 @@ const EVENTS = [
   { type: "claimed", key: "d1", mine: true },
   { type: "notKept" },
   { type: "leave" },
+  { type: "left" },
+  { type: "returned" },
   { type: "listed", runs: [] },
   { type: "update", key: "d1", update: { type: "heartbeat", seq: 1 } },
   { type: "streamEnded", key: "d1", refused: false },
@@ -266,7 +271,7 @@ describe("every event in every situation", () => {
           watched.play({ wait: 30000 });
 
           assert.ok(Object.keys(call.START).every((key) => watched.state[key] !== undefined), event.type);
-          assert.equal(typeof call.statusOf(watched.state), "string");
+          assert.equal(typeof statusOf(watched.state), "string");
         }
       }
     });
@@ -378,7 +383,8 @@ class Walk {
       [1, { type: "notice", level: "info", text: `${id}` }],
       [1, { type: "listed", runs: [{ run_id: `r_d${id}`, state: "running", request: "", delegations: [], seconds: 0, delivered: false, result: null }] }],
       [1, { type: this.#one(["stopSpeaking", "goOn", "sayAgain"]) }],
-      [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }])],
+      [this.random(6) ? 0 : 1, this.#one([{ type: "hangUp" }, { type: "lost" }, { type: "closed", reason: "expired", seconds: 1 }, { type: "left" }])],
+      [state.left ? 9 : 0, { type: "returned" }],
       [state.phase === "live" ? 1 : 40, this.#one([{ type: "dial" }, { type: "opened", sessionId: `s${id}` }, { type: "started", expiresAt: 60, wallMs: 0 }])],
     ];
     const event = this.#weighted(events);
@@ -588,7 +594,7 @@ function heardBy(scenario) {
   const until = (time) => {
     for (;;) {
       const tick = Math.floor((watched.now - began) / TICK_MS + 1) * TICK_MS;
-      const next = Math.min(tick, Math.max(watched.now - began + 1, Math.ceil(call.settlesAt(watched.state) - began)));
+      const next = Math.min(tick, Math.max(watched.now - began + 1, Math.ceil(settlesAt(watched.state) - began)));
       if (next > time) break;
       watched.now = began + next;
       play({ type: "tick" });

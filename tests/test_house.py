@@ -260,6 +260,17 @@ def test_pure_modules_use_pure_modules_only():
         assert imports(name) <= PURE, name
 
 
+# Each may use those before it.
+ROOMS = ["state.js", "status.js", "questions.js", "runs.js", "voice.js", "session.js", "words.js", "call.js"]
+
+
+def test_the_rooms_of_the_call_use_each_other_one_way():
+    assert set(ROOMS) <= PURE
+    for number, name in enumerate(ROOMS):
+        assert not imports(name) & set(ROOMS[number:]), name
+    assert imports("call.js") <= set(ROOMS)
+
+
 def test_every_import_is_a_file_of_the_page_and_used():
     for name, text in SCRIPTS.items():
         assert imports(name) <= set(SCRIPTS), name

@@ -150,6 +150,28 @@ def test_a_line_that_breaks_is_taken_up_with_a_button_and_keeps_mute_draft_and_a
         assert len(runs_of(line)) == 1
 
 
+def test_a_page_that_the_browser_keeps_says_nothing_more_and_offers_the_call_when_it_is_back(browser):
+    hermes, gate = working("The build is green.")
+    with Line(browser, hermes) as line:
+        first = line.start()
+        first.user_says("Check the build.", delegate=True)
+        expect(line.card).to_contain_text("Working")
+
+        line.page.evaluate("dispatchEvent(new PageTransitionEvent('pagehide', { persisted: true }))")
+        line.live.wait_for(lambda: first.closed_reason)
+        gate.set()
+        expect(line.card).to_contain_text("The build is green.")
+        assert said(line) == []
+        line.page.evaluate("dispatchEvent(new PageTransitionEvent('pageshow', { persisted: true }))")
+
+        expect(line.log).to_contain_text("ended when you left the page")
+        expect(line.status).to_have_text("Off")
+        line.button("Reconnect").click()
+        line.live.wait_live(count=2)
+        line.live.wait_spoken("The build is green.")
+        assert len(said(line)) == 1
+
+
 @pytest.mark.parametrize(
     ("reason", "words"),
     [

@@ -153,6 +153,52 @@ def test_another_microphone_takes_over_in_the_middle_of_a_call(browser):
         expect(line.status).to_have_text("Listening")
 
 
+def live_tracks(line):
+    return [label for state, label in tracks(line) if state == "live"]
+
+
+def test_a_microphone_chosen_while_the_session_is_renewed_is_that_of_both(browser):
+    with house(browser, session_lifetime=14) as line:
+        line.page.evaluate(TRACKS)
+        line.start()
+        line.live.session_lifetime, line.live.create_delay = 7200, 4
+        line.settings()
+        line.live.wait_for(lambda: len(tracks(line)) == 2, timeout=15, about="the next session's microphone")
+
+        line.field("Microphone").select_option(label="Fake Audio Input 2")
+
+        line.live.wait_for(lambda: live_tracks(line) == ["Fake Audio Input 2"] * 2)
+        second = line.live.wait_live(timeout=20, count=2)
+        line.live.wait_for(lambda: line.live.open_sessions == [second], about="the end of the first session")
+        line.live.wait_for(lambda: live_tracks(line) == ["Fake Audio Input 2"])
+        line.live.wait_for(lambda: not second.microphone_silent, about="the other microphone's beep")
+
+
+HELD = """() => {
+    const open = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+    navigator.mediaDevices.getUserMedia = async (wanted) => {
+      await new Promise((resolve) => (window.allow = resolve));
+      navigator.mediaDevices.getUserMedia = open;
+      return open(wanted);
+    };
+}"""
+
+
+def test_a_microphone_chosen_while_the_first_one_is_being_opened_is_used(browser):
+    with house(browser) as line:
+        line.page.evaluate(TRACKS)
+        line.page.evaluate(HELD)
+        line.button("Start call").click()
+        expect(line.status).to_have_text("Connecting…")
+        line.settings()
+        line.field("Microphone").select_option(label="Fake Audio Input 2")
+
+        line.page.evaluate("allow()")
+
+        line.live.wait_live()
+        assert live_tracks(line) == ["Fake Audio Input 2"]
+
+
 def test_the_chosen_devices_are_used_by_the_next_call(browser):
     with house(browser) as line:
         line.page.evaluate(TRACKS)

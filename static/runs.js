@@ -1,0 +1,330 @@
+// What Hermes works on: words handed over, what becomes of them, and the answer, told once. Pure.
+//
+//   run         starting -> queued, running, unreachable, stopping -> ended
+//   stream      followed -> broken -> followed again, until it is hopeless: the end is unknown
+//   answer      due -> asked (the server is asked for the right to tell it) -> mine -> told
+//
+// A run lives at the server, whatever happens here; its updates count once, by their number.
+
+import { progressWords, sayAt, waitingWords } from "./progress.js";
+import { ask, asks, closedWithRun, closes, releaseCaptured } from "./questions.js";
+import { assign, chain, changed, delegationOf, delegationsOf, doing, each, isAsking, isHeld, note, noteAll, notify, say, unsay } from "./state.js";
+import { workingWords } from "./status.js";
+import * as transcript from "./transcript.js";
+import { cut, fits } from "./wire.js";
+
+/** @import { EventRule, Rule, Run, State, Step } from "./state.js" */
+/** @typedef {(state: State, run: Run, update: any) => Step} UpdateRule */
+
+const RUNS_KEPT = 100;
+const TOOLS_KEPT = 50;
+const NOTE_MS = 3000; // between two silent notes about one run
+const NOTE_AGAIN_MS = 30000; // with nothing new to tell
+const RETRIES_MOST = 8;
+const RETRY_MOST_MS = 15000; // between two of them
+const CLAIM_AGAIN_MS = 2000;
+const TITLE_BYTES = 120; // of a request that an answer names
+
+// ---- its beginning
+
+/**
+ * Hand over what was said, as one request; `ids` are the delegations it answers.
+ * @param {State} state @param {string} key @param {string[]} ids
+ * @returns {Step}
+ */
+export function delegate(state, key, ids) {
+  const lines = transcript.request(state.transcript);
+  const [handed, batch] = transcript.hand(state.transcript);
+  const request = lines.findLast((line) => line.speaker === "user")?.text ?? "";
+  const run = { ...newRun(state, key, null, request), lines, batches: [batch] };
+  const next = { ...state, transcript: handed, heardAt: state.now, actedAt: state.now, handed: batch };
+  return [assign(withRuns(next, [...state.runs, run]), ids, "sent", key), [{ do: "delegate", key, lines }]];
+}
+
+/** @param {State} state @param {Run[]} runs @returns {State} */
+function withRuns(state, runs) {
+  return { ...state, runs: runs.slice(-RUNS_KEPT) };
+}
+
+/** @param {State} state @param {string} key @param {string | null} runId @param {string} request @returns {Run} */
+function newRun(state, key, runId, request) {
+  return {
+    key, runId, request, about: request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
+    result: null, seq: 0, since: state.now, stopAsked: false, retries: 0, following: true, followAt: 0, noted: "",
+    notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
+  };
+}
+
+/** The server's runs of this conversation, after a reload. @type {EventRule} */
+export function listed(state, event) {
+  const known = new Set(state.runs.map((run) => run.runId));
+  /** @type {any[]} */
+  const unknown = event.runs.filter((/** @type {any} */ run) => !known.has(run.run_id));
+  const runs = unknown.map((run) => ({
+    ...newRun(state, run.run_id, run.run_id, run.request),
+    at: state.now - run.seconds * 1000,
+    attempt: -1,
+    state: run.state,
+    following: !run.result,
+    result: run.result && resultOf(run.result),
+    owed: run.result?.say ?? [],
+    claim: run.result && !run.delivered && run.result.say?.length ? /** @type {const} */ ("due") : /** @type {const} */ (""),
+  }));
+  const follow = runs.filter((run) => run.following).map((run) => ({ do: "follow", key: run.key, runId: run.runId, after: 0 }));
+  return [withRuns(state, [...runs, ...state.runs]), follow];
+}
+
+/** @param {any} done */
+function resultOf(done) {
+  return { finish: done.finish_reason, show: done.show ?? "", error: done.error?.message ?? "" };
+}
+
+// ---- its updates
+
+/** @type {Record<string, UpdateRule>} */
+const UPDATES = {
+  run: ran,
+  tool,
+  approval: asks,
+  approval_closed: closes,
+  progress: (state, run, update) => [changed(state, run.key, (r) => ({ ...r, progress: update.text })), []],
+  steered: (state, run) => note(state, "The user's words were handed to Hermes, which is still working.", delegationOf(state, run.key)),
+  done,
+  // Its stream ends after this.
+  error: (state, run, update) => [changed(notify(state, "info", update.message), run.key, (r) => ({ ...r, retries: 1 })), []],
+};
+
+// They are about the stream, and carry the number of the update before.
+const UNNUMBERED = ["run", "error"];
+
+/** One update of a run's stream. @type {EventRule} */
+export function update(state, event) {
+  const run = state.runs.find((r) => r.key === event.key);
+  const rule = UPDATES[event.update.type];
+  const repeated = !UNNUMBERED.includes(event.update.type) && event.update.seq <= (run?.seq ?? 0);
+  if (!run || run.result || !rule || repeated) return [state, []];
+  const numbered = changed(state, run.key, (r) => ({ ...r, seq: Math.max(r.seq, event.update.seq ?? 0), retries: 0 }));
+  return rule({ ...numbered, heardAt: state.now }, run, event.update);
+}
+
+// In these states Hermes has the words.
+const TAKEN = ["running", "stopping"];
+
+/** @type {UpdateRule} */
+function ran(state, run, update) {
+  const twin = state.runs.find((r) => r.runId === update.run_id && r.key !== run.key);
+  if (twin) return joined(state, run, twin, update.state);
+  const since = update.seconds === undefined ? run.since : state.now - update.seconds * 1000;
+  const next = changed(state, run.key, (r) => ({
+    ...r,
+    runId: update.run_id,
+    state: r.stopAsked ? "stopping" : update.state,
+    since,
+    batches: TAKEN.includes(update.state) ? [] : r.batches,
+    lines: [],
+  }));
+  const stop = run.stopAsked && !run.runId ? [{ do: "stop", key: run.key, runId: update.run_id }] : [];
+  return [next, stop];
+}
+
+const TOGETHER = "This is answered together with the user's other words.";
+
+/** The server took these words into a run that was waiting: one run, one card. @param {State} state @param {Run} run @param {Run} into @param {string} reached @returns {Step} */
+function joined(state, run, into, reached) {
+  const batches = TAKEN.includes(reached) ? [] : [...into.batches, ...run.batches];
+  const runs = state.runs
+    .filter((r) => r.key !== run.key)
+    .map((r) => (r.key === into.key ? { ...r, request: run.request || r.request, batches } : r));
+  const ids = delegationsOf(state, run.key);
+  return chain(
+    assign({ ...state, runs }, ids, into.result ? "answered" : "sent", into.key),
+    doing({ do: "unfollow", key: run.key }),
+    (s) => (run.stopAsked && !into.stopAsked ? stopRun(s, { type: "stopRun", key: into.key }) : [s, []]),
+    (s) => noteAll(s, TOGETHER, into.result ? ids : []),
+  );
+}
+
+/** @type {UpdateRule} */
+function tool(state, run, update) {
+  const entry = { status: update.status, label: update.label, preview: update.preview ?? "" };
+  const open = run.tools.findLastIndex((t) => t.status === "running" && t.label === entry.label);
+  const tools = open >= 0 && entry.status !== "running"
+    ? run.tools.map((t, n) => (n === open ? { ...entry, preview: entry.preview || t.preview } : t))
+    : [...run.tools, entry].slice(-TOOLS_KEPT);
+  return [changed(state, run.key, (r) => ({ ...r, tools })), []];
+}
+
+// ---- its end
+
+const REPLACED = "This request was replaced by what the user said since. The answer to that comes later.";
+
+/** A run has ended. @type {UpdateRule} */
+function done(state, run, update) {
+  // Hermes never had these words, so the next request takes them along.
+  const unheard = update.finish_reason === "failed" && !update.superseded_by;
+  const unasked = unheard ? transcript.takeBack(state.transcript, run.batches) : state.transcript;
+  const over = changed(state, run.key, (r) => ({
+    ...r,
+    at: state.now, // its card moves to where the answer came
+    state: "ended",
+    following: false,
+    result: resultOf(update),
+    question: closedWithRun(r.question, state.now),
+  }));
+  const quiet = unsay({ ...over, transcript: unasked }, (piece) => piece.run === run.key);
+  if (update.continued_by) return goOn(quiet, run, update);
+  const ids = delegationsOf(state, run.key);
+  const answered = assign(quiet, ids, "answered", run.key);
+  // One answer is told with the newest; the others get a word.
+  const [told, text, silent] = update.superseded_by
+    ? [answered, REPLACED, ids.length ? ids : [null]]
+    : [owe(answered, run.key, update.say ?? []), TOGETHER, ids.slice(0, -1)];
+  return chain(told, claimDue, (s) => noteAll(s, text, silent), releaseCaptured);
+}
+
+/** Some of the words came too late for this run and are a run of their own. @param {State} state @param {Run} run @param {any} update @returns {Step} */
+function goOn(state, run, update) {
+  const known = state.runs.find((r) => r.runId === update.continued_by);
+  const key = known?.key ?? update.continued_by;
+  const moved = state.delegations.map((d) => (update.continued.includes(d.id) ? { ...d, run: key } : d));
+  const after = newRun(state, key, key, transcript.lastAsked(state.transcript));
+  const next = { ...(known ? state : withRuns(state, [...state.runs, after])), delegations: moved };
+  const { continued_by: _, ...rest } = update;
+  const ended = changed(next, run.key, (r) => ({ ...r, result: null }));
+  return chain(ended, (s) => done(s, run, rest), doing(...(known ? [] : [{ do: "follow", key, runId: key, after: 0 }])));
+}
+
+/** What is to be said of a run's end, once it may. @param {State} state @param {string} key @param {string[]} say @returns {State} */
+function owe(state, key, say) {
+  return changed(state, key, (run) => {
+    // A run the server never named is known to this page only.
+    const claim = !say.length ? /** @type {const} */ ("told") : run.runId ? /** @type {const} */ ("due") : /** @type {const} */ ("mine");
+    return { ...run, owed: say, claim };
+  });
+}
+
+/** In a call, claim what is to be told. @type {Rule} */
+export function claimDue(state) {
+  if (state.phase !== "live") return [state, []];
+  const mine = state.runs.filter((run) => run.claim === "mine").reduce(tell, state);
+  const due = mine.runs.filter((run) => run.claim === "due" && state.now >= run.claimAt);
+  return each(mine, due, (s, { key, runId }) => [changed(s, key, (run) => ({ ...run, claim: "asked" })), [{ do: "claim", key, runId }]]);
+}
+
+/** The answer to a claim; `mine` is null if there was none. @type {EventRule} */
+export function claimed(state, event) {
+  const run = state.runs.find((r) => r.key === event.key && r.claim === "asked");
+  if (!run) return [state, []];
+  if (event.mine === null) return [changed(state, run.key, (r) => ({ ...r, claim: "due", claimAt: state.now + CLAIM_AGAIN_MS })), []];
+  const next = changed(state, run.key, (r) => ({ ...r, claim: event.mine ? "mine" : "told" }));
+  if (event.mine) return claimDue(next);
+  return note(next, "The answer to this was told by another page.", delegationOf(state, run.key));
+}
+
+/** What leads to a result that is not about what was asked last. @param {State} state @param {Run} run */
+export function titleOf(state, run) {
+  // Words that the server has not taken up yet may still join this run.
+  const later = state.runs.slice(state.runs.findIndex((r) => r.key === run.key) + 1).some((other) => other.request && other.runId);
+  const isEarlier = run.attempt !== state.attempt || (later && run.result?.finish !== "cancelled");
+  return isEarlier && run.about ? `About what you asked before, “${cut(run.about, TITLE_BYTES)}”:` : "";
+}
+
+/** Say a run's end. @param {State} state @param {Run} run @returns {State} */
+function tell(state, run) {
+  const [first, ...others] = run.owed;
+  const title = titleOf(state, run);
+  const together = `${title} ${first}`.trim();
+  const pieces = title && !fits(together) ? [title, ...run.owed] : [together, ...others];
+  const told = changed(state, run.key, (r) => ({ ...r, claim: "told" }));
+  return say(told, "result", pieces, delegationOf(state, run.key), run.key);
+}
+
+/** What was not said of a result is told in the next session. @param {Run} run @param {import("./speech.js").Speech} queue @returns {Run} */
+export function untold(run, queue) {
+  const waiting = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key);
+  // It may wait behind what leads to it, or as a half.
+  const left = run.owed.filter((text) => waiting.some((piece) => piece.text.endsWith(text) || text.endsWith(piece.text)));
+  return left.length ? { ...run, claim: "mine", owed: left } : run;
+}
+
+// ---- its stream
+
+const UNREACHED = "hermes-voice cannot be reached, so it is not known whether Hermes got this. Ask again when it is back.";
+
+/** A stream broke, or could not be opened. @type {EventRule} */
+export function streamEnded(state, event) {
+  const run = state.runs.find((r) => r.key === event.key);
+  if (!run || run.result) return [state, []];
+  const hopeless = !run.runId && run.retries >= RETRIES_MOST;
+  if (event.refused || hopeless) {
+    const message = event.refused && event.message ? event.message : UNREACHED;
+    const finish = event.refused && !run.runId ? "failed" : "unknown";
+    return done(state, run, { finish_reason: finish, say: [message], show: message, error: { message } });
+  }
+  const wait = Math.min(1000 * 2 ** run.retries, RETRY_MOST_MS);
+  const broken = run.retries ? state : notify(state, "info", "The connection to hermes-voice broke. Trying again.");
+  return [changed(broken, run.key, (r) => ({ ...r, following: false, followAt: state.now + wait, retries: r.retries + 1 })), []];
+}
+
+/** Take broken streams up again. @type {Rule} */
+export function followAgain(state) {
+  const due = state.runs.filter((run) => !run.result && !run.following && state.now >= run.followAt);
+  return each(state, due, (s, { key, runId, seq, lines }) => [
+    changed(s, key, (run) => ({ ...run, following: true })),
+    [runId ? { do: "follow", key, runId, after: seq } : { do: "delegate", key, lines }],
+  ]);
+}
+
+// ---- stopping it
+
+/** @type {EventRule} */
+export function stopRun(state, event) {
+  const run = state.runs.find((r) => r.key === event.key && !r.result);
+  if (!run) return [state, []];
+  const next = changed(state, run.key, (r) => ({ ...r, stopAsked: true, state: "stopping" }));
+  const quiet = unsay(next, (piece) => piece.run === run.key);
+  // Without an id yet, the stop goes out as soon as the server names one.
+  return [quiet, run.runId ? [{ do: "stop", key: run.key, runId: run.runId }] : []];
+}
+
+/** The server refused something the user did. @type {EventRule} */
+export function refused(state, event) {
+  const told = notify(state, "error", event.message);
+  const next = changed(told, event.key ?? null, (r) => ({ ...r, stopAsked: false, state: r.result ? r.state : "running" }));
+  // A question that the stop kept back is asked after all.
+  const question = next.runs.find((r) => r.key === event.key)?.question;
+  return question?.stage === "queued" && !question.sentAs ? ask(next, event.key, "") : [next, []];
+}
+
+// ---- while it works
+
+/** Tell the model what goes on, silently and now and then aloud. @type {Rule} */
+export function reportProgress(state) {
+  if (isHeld(state)) return [state, []];
+  const working = state.runs.filter((run) => !run.result && run.state !== "stopping" && !isAsking(run));
+  return each(state, working, reportOn);
+}
+
+/** @param {State} state @param {Run} run @returns {Step} */
+function reportOn(state, run) {
+  const seconds = Math.round((state.now - run.since) / 1000);
+  const works = run.state === "running" && !run.retries;
+  const doing = works ? run.progress || run.tools.findLast((t) => t.status === "running")?.label || "" : "";
+  return chain(state, (s) => noteProgress(s, run, doing, seconds), (s) => sayProgress(s, run, works, doing, seconds));
+}
+
+/** @param {State} state @param {Run} run @param {string} doing @param {number} seconds @returns {Step} */
+function noteProgress(state, run, doing, seconds) {
+  const due = run.notedAt + (doing === run.noted ? NOTE_AGAIN_MS : NOTE_MS);
+  if (!doing || state.now < due) return [state, []];
+  const text = `Hermes is still working, for ${seconds} seconds so far: ${doing}. It is not finished; there is no result yet.`;
+  return note(changed(state, run.key, (r) => ({ ...r, noted: doing, notedAt: state.now })), text, delegationOf(state, run.key));
+}
+
+/** @param {State} state @param {Run} run @param {boolean} works @param {string} doing @param {number} seconds @returns {Step} */
+function sayProgress(state, run, works, doing, seconds) {
+  if (state.now < sayAt(state.progress, run)) return [state, []];
+  const words = works ? progressWords(doing, seconds, run.saidTimes) : waitingWords(workingWords(run, seconds), seconds, run.saidTimes);
+  const next = changed(state, run.key, (r) => ({ ...r, saidAt: state.now, saidTimes: r.saidTimes + 1 }));
+  return [say(next, "progress", [words], delegationOf(state, run.key), run.key), []];
+}

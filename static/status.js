@@ -1,0 +1,43 @@
+// Why it is quiet, in words for the status line. Pure.
+
+import { openQuestion, settling } from "./state.js";
+
+/** @import { Run, State } from "./state.js" */
+
+const OPENING_WORDS = { dialled: "Connecting…", renewed: "Renewing the call…", reopened: "Starting the call again…" };
+
+/** @param {State} state @returns {string} */
+export function statusOf(state) {
+  const working = state.runs.findLast((run) => !run.result);
+  const seconds = working ? Math.max(0, Math.round((state.now - working.since) / 1000)) : 0;
+  const doing = working && workingWords(working, seconds);
+  if (state.phase === "connecting") return OPENING_WORDS[state.opening];
+  if (state.phase === "closing") return "Hanging up…";
+  if (state.phase === "live" && state.shakyAt !== null) return "The connection is shaky. Waiting for it to come back…";
+  if (state.asleepAt !== null) return pausedWords(state);
+  if (openQuestion(state)) return "Hermes is waiting for your approval";
+  if (state.phase === "idle") return doing || "Off";
+  if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
+  if (settling(state).length) return "Thinking…";
+  if (doing) return state.muted ? `${doing}. You are muted` : doing;
+  return state.muted ? "Muted: nobody hears you, the call still costs" : "Listening";
+}
+
+/** @param {State} state */
+function pausedWords(state) {
+  if (state.speech.userAt > (state.asleepAt ?? 0)) return "Waking up…";
+  const doing = state.muted ? "unmute and say something" : "say something";
+  if (openQuestion(state)) return `Paused, and Hermes is waiting for your approval: answer here, or ${doing}`;
+  const waits = state.speech.waiting.length || state.runs.some((run) => ["asked", "mine"].includes(run.claim));
+  return waits ? `Paused, and there is an answer: ${doing} to hear it` : `Paused to save money: ${doing} to go on`;
+}
+
+/** What a run is at. @param {Run} run @param {number} seconds so far */
+export function workingWords(run, seconds) {
+  if (run.state === "stopping") return "Stopping the task…";
+  if (run.retries) return "hermes-voice cannot be reached at the moment. Still trying…";
+  if (run.state === "starting") return "Passing the request on to Hermes…";
+  if (run.state === "queued") return "Waiting for the task before to stop…";
+  if (run.state === "unreachable") return "Hermes cannot be reached at the moment. Still trying…";
+  return `Hermes is working, ${seconds} s`;
+}
