@@ -38,6 +38,7 @@ import contextlib
 import difflib
 import email.utils
 import errno
+import hashlib
 import hmac
 import html
 import http.client
@@ -2094,6 +2095,7 @@ QUOTE_CHARS = 12  # in a row that stand in the request: a quote of what was said
 READ_SIZE = 1 << 16  # bytes; larger reads map and unmap memory each time
 
 CLOSE_SECONDS = 5  # for a session to say that it closed; the page's own close waits as long
+WEBSOCKET_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
 
 # A broken body raises HTTPException, which is neither OSError nor ValueError.
 BROKEN = (OSError, ValueError, IndexError, http.client.HTTPException)
@@ -2367,11 +2369,12 @@ class OpenAI(Upstream):
         key = base64.b64encode(secrets.token_bytes(16)).decode()
         headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
         headers |= {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": key}
+        accept = base64.b64encode(hashlib.sha1(f"{key}{WEBSOCKET_GUID}".encode()).digest()).decode()
         sock, connection, response = self.send(
             "GET", path, None, headers, min(CLOSE_SECONDS, self.read_seconds)
         )
         try:
-            if response.status != 101:
+            if (response.status, response.headers["Sec-WebSocket-Accept"]) != (101, accept):
                 return False
             sock.sendall(_websocket_frame(b'{"type":"session.close","event_id":"close_1"}'))
             events = map(json.loads, _websocket_messages(response.fp, time.monotonic() + CLOSE_SECONDS))

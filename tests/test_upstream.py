@@ -180,6 +180,18 @@ def test_a_hang_up_that_is_not_confirmed_is_an_error(serve):
     assert caught.value.code == "openai_hangup"
 
 
+@pytest.mark.parametrize("accept", [{}, {"Sec-WebSocket-Accept": "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="}])
+def test_who_speaks_no_websocket_is_not_believed_about_a_close(serve, accept):
+    """An answer to somebody else's handshake, or to any request."""
+    said = frame(TEXT, b'{"type": "session.closed"}') + frame(CLOSE, b"")
+    attached = reply(101, said, {"Upgrade": "websocket", "Connection": "Upgrade", **accept})
+    openai = serve({("POST", "/v1/live/sessions/*/hangup"): [reply(405)],
+                    ("GET", "/v1/live/sessions/*/attach"): [attached]})  # fmt: skip
+
+    with pytest.raises(Refused, match="did not confirm"):
+        OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1")
+
+
 def frame(kind, payload, last=True):
     """A server's WebSocket frame."""
     size = len(payload)
