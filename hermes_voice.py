@@ -2087,6 +2087,7 @@ def _run_of(row: tuple[str, str, float, int, str, str]) -> Run:
 
 CONNECT_TIMEOUT = 10  # seconds; a cold Hermes blocks its loop for 2.5 s
 READ_TIMEOUT = 30  # seconds between two bytes of an answer
+ANSWER_TIMEOUT = 60  # seconds for the body of one JSON answer; what trickles keeps nobody for ever
 # Hermes sends a keepalive every 10 s (30 s before 0.21.5) on an open event stream.
 EVENTS_TIMEOUT = 40  # seconds
 ANSWER_LIMIT = 8 << 20  # bytes of one JSON answer
@@ -2142,6 +2143,7 @@ class Upstream:
         self._proxy = self._find_proxy(parts) if proxied else None
         self.connect_seconds: float = CONNECT_TIMEOUT
         self.read_seconds: float = READ_TIMEOUT
+        self.answer_seconds: float = ANSWER_TIMEOUT
 
     def _find_proxy(self, parts: urllib.parse.SplitResult) -> urllib.parse.SplitResult | None:
         proxy = urllib.request.getproxies().get(parts.scheme)
@@ -2217,10 +2219,7 @@ class Upstream:
         """One request and its whole answer. Raise Unreachable or Garbled."""
         _, connection, response = self.send(method, path, body, headers or {}, self.read_seconds)
         try:
-            raw = response.read(ANSWER_LIMIT + 1)
-            if len(raw) <= ANSWER_LIMIT and response.length:
-                # Reading a part of a body does not raise this by itself.
-                raise http.client.IncompleteRead(raw, response.length)
+            raw = read_body(response, time.monotonic() + self.answer_seconds)
         except BROKEN as error:
             raise self.unreachable(error, arrived=True) from None
         finally:
@@ -2237,6 +2236,19 @@ class Upstream:
         found = parsed if isinstance(parsed, dict) else {}
         loggable = unquoted(text[:DETAIL_CHARS], body) if response.status >= 300 or not found else ""
         return Answer(response.status, response.headers, found, loggable)
+
+
+def read_body(response: http.client.HTTPResponse, until: float) -> bytes:
+    """An answer's body, whole, or so much of it that it is over the limit."""
+    body, length = bytearray(), response.length
+    wanted = ANSWER_LIMIT + 1 if length is None else min(length, ANSWER_LIMIT + 1)
+    while len(body) < wanted and (chunk := response.read1(READ_SIZE)):
+        body += chunk
+        if time.monotonic() > until:
+            raise TimeoutError
+    if length is not None and len(body) < wanted:  # reading in parts does not raise this by itself
+        raise http.client.IncompleteRead(bytes(body), wanted - len(body))
+    return bytes(body)
 
 
 def unquoted(text: str, sent: object) -> str:

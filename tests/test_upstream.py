@@ -449,6 +449,18 @@ def test_an_upstream_that_hangs_is_given_up(serve, hung):
     assert len(upstream.seen) == 2
 
 
+def test_an_answer_that_trickles_is_given_up(serve):
+    """Each of its bytes comes in time, all of them do not."""
+    hermes = serve({("GET", "/v1/runs/*"): [stream('{"status":', '"running"}')]})
+    client = Hermes(hermes.url, KEY)
+    client.answer_seconds = 0
+
+    with pytest.raises(Unreachable) as caught:
+        client.status("run_1")
+
+    assert_unreachable(caught.value, "did not answer", arrived=True)
+
+
 def assert_unreachable(error, words, arrived):
     assert error.code in ("openai_unreachable", "hermes_unreachable")
     assert (error.status, error.answered, error.arrived) == (504, None, arrived)
