@@ -5064,26 +5064,39 @@ APPROVAL_MODES = {
     "smart": (OK, "smart: a model of Hermes's lets pass what it finds harmless, the rest asks you", ""),
     "off": (WARNING, "off: nothing asks you, and what was misheard is done",
             "set approvals.mode to smart or manual in Hermes's config.yaml"),
-    "": (OK, "cannot be seen from here; Hermes's default is smart", ""),
 }  # fmt: skip
+
+
+def approval_setting(text: str, name: str) -> str:
+    """A setting below `approvals` in the text of Hermes's config.yaml, lower case; "" if there is none."""
+    block = _APPROVALS.search(re.sub(r"(?m)(?:^|[ \t])#.*", "", text))
+    found = re.search(rf"""\b{name}["']?\s*:\s*["']?(\w+)""", block[1]) if block else None
+    return found[1].lower() if found else ""
 
 
 def approval_mode(text: str) -> str:
     """The approval mode in the text of Hermes's config.yaml."""
-    block = _APPROVALS.search(re.sub(r"(?m)(?:^|[ \t])#.*", "", text))
-    found = re.search(r"""\bmode["']?\s*:\s*["']?(\w+)""", block[1]) if block else None
-    mode = found[1].lower() if found else "smart"
+    mode = approval_setting(text, "mode") or "smart"
     return "off" if mode in ("false", "no") else mode  # to YAML a bare off is false
 
 
 def check_approvals(checkup: Checkup) -> Seen:
-    """When Hermes asks before it acts, if its settings are here."""
-    mode, url = "", checkup.args.hermes_url
+    """When Hermes asks before it acts, and how long it waits for an answer, if its settings are here."""
+    text, url = None, checkup.args.hermes_url
     if not check_url(url, "") and is_loopback(str(urllib.parse.urlsplit(url).hostname)):
         with contextlib.suppress(OSError):
             path = hermes_home(checkup.environ) / "config.yaml"
-            mode = approval_mode(path.read_text(encoding="utf-8", errors="replace"))
+            text = path.read_text(encoding="utf-8", errors="replace")
+    if text is None:
+        yield OK, "cannot be seen from here; Hermes's default is smart", ""
+        return
+    mode = approval_mode(text)
     yield APPROVAL_MODES.get(mode, (WARNING, f"{mode}: not known here", "see Hermes's documentation"))
+    theirs, usual = approval_setting(text, "timeout"), APPROVAL_SECONDS[True]
+    ours = checkup.config.approval_seconds
+    if re.fullmatch("[0-9]{0,9}", theirs) and int(theirs or usual) != (ours or usual):
+        differ = f"Hermes's approvals.timeout is {theirs or 'not set'}, approval_seconds is {ours}"
+        yield WARNING, differ, f"set approval_seconds to {theirs or 0}"
 
 
 def check_openai(checkup: Checkup) -> Seen:

@@ -570,6 +570,31 @@ def test_what_the_approval_mode_means_is_told(desk, mode):
     )
 
 
+@pytest.mark.parametrize(
+    ("timeout", "seconds", "told"),
+    [
+        (None, 0, None),
+        (300, 0, None),
+        (90, 90, None),
+        ("soon", 0, None),
+        (90, 0, "Hermes's approvals.timeout is 90, approval_seconds is 0; set approval_seconds to 90"),
+        (600, 90, "Hermes's approvals.timeout is 600, approval_seconds is 90; set approval_seconds to 600"),
+        (
+            None,
+            90,
+            "Hermes's approvals.timeout is not set, approval_seconds is 90; set approval_seconds to 0",
+        ),
+    ],
+)
+def test_how_long_hermes_waits_for_an_answer_is_compared(desk, timeout, seconds, told):
+    line = f"  timeout: {timeout}\n" if timeout else ""
+    desk.write(".hermes/config.yaml", f"timeout: 7\napprovals:\n  mode: manual\n{line}")
+
+    assert desk.check(config=desk.write("config.json", json.dumps({"approval_seconds": seconds}))) == 0
+
+    assert desk.said("approvals")[1:] == ([f"warning: {told}"] if told else [])
+
+
 def test_the_settings_of_this_computers_hermes_say_nothing_about_another_one(desk):
     desk.write(".hermes/config.yaml", "approvals:\n  mode: off\n")
 
