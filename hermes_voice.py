@@ -4791,6 +4791,7 @@ def wait_for_end(at_terminal: bool, again: Callable[[], None]) -> None:
 CHECK_SECONDS = 10  # for all of it
 ASK_SECONDS = 5  # to connect, and between two bytes; a cold Hermes blocks its loop for 2.5 s
 CLOCK_SECONDS = 60  # clocks that are further apart make logs and certificates hard to trust
+CERTIFICATE_DAYS = 14  # less is told; what renews certificates by itself does so earlier
 NO_KEY = "no-key-is-known"  # what an upstream is shown then
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"  # a problem: no call would work
@@ -4904,10 +4905,34 @@ def check_config(checkup: Checkup) -> Seen:
         yield WARNING, *text_and_advice(warning)
 
 
+def certificate_fault(certificate: Certificate) -> str:
+    """Why browsers do not trust a certificate, or soon will not; "" if there is time.
+
+    Its dates are told to who trusts it in a handshake, so it makes one with itself.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(certificate.chain)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # no authority is needed above it
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near, far = client.wrap_bio(back, there), certificate.context().wrap_bio(there, back, server_side=True)
+    try:
+        for end in (near, far, near):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message
+    ends = ssl.cert_time_to_seconds(str((near.getpeercert() or {})["notAfter"]))
+    days = int((ends - time.time()) / 86400)
+    return f"certificate expires in {days} days" if days < CERTIFICATE_DAYS else ""
+
+
 def check_certificate(checkup: Checkup) -> Seen:
-    """The certificate for HTTPS, if there is to be one."""
-    if find_certificate(checkup.args.tls_cert, checkup.args.tls_key):
-        yield OK, f"in {checkup.args.tls_cert}, and its key belongs to it", ""
+    """The certificate for HTTPS, if there is to be one, and whether it is valid for long enough."""
+    if certificate := find_certificate(checkup.args.tls_cert, checkup.args.tls_key):
+        yield OK, f"in {certificate.chain}, and its key belongs to it", ""
+        if fault := certificate_fault(certificate):
+            yield WARNING, fault, "make a new one, which is taken over without a restart"
 
 
 def check_page(checkup: Checkup) -> Seen:
