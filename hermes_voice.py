@@ -2210,14 +2210,10 @@ class Upstream:
             raise self.unreachable(error, arrived=True) from None
 
     def call(
-        self,
-        method: str,
-        path: str,
-        body: Json | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] = {}
     ) -> Answer:
         """One request and its whole answer. Raise Unreachable or Garbled."""
-        _, connection, response = self.send(method, path, body, headers or {}, self.read_seconds)
+        _, connection, response = self.send(method, path, body, headers, self.read_seconds)
         try:
             raw = read_body(response, time.monotonic() + self.answer_seconds)
         except BROKEN as error:
@@ -2350,13 +2346,10 @@ class OpenAI(Upstream):
         answer = self.call("POST", "/live/sessions", body)
         if not 200 <= answer.status < 300:
             raise self._why(answer, session["model"])
-        try:
-            session_id, reply = answer.body["session"]["id"], answer.body["transport"]["sdp"]
-        except (KeyError, TypeError):
-            session_id = reply = None
-        if not isinstance(session_id, str) or not isinstance(reply, str):
-            raise self.garbled("no session id or no answer")
-        return session_id, reply
+        match answer.body:
+            case {"session": {"id": str(session_id)}, "transport": {"sdp": str(reply)}}:
+                return session_id, reply
+        raise self.garbled("no session id or no answer")
 
     def look_up(self, model: str) -> Answer:
         """The model's card, which is free and shown only to keys that may use the model."""
@@ -2455,10 +2448,17 @@ class Hermes(Upstream):
         self.events_seconds: float = EVENTS_TIMEOUT
 
     def ask(
-        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        headers: Mapping[str, str] = {},
+        gone: Sequence[int] = (),
     ) -> Json:
-        """One call. Raise Refused with `answered` set, Unreachable or Garbled."""
+        """One call; {} for a status of `gone`. Raise Refused with `answered` set, Unreachable or Garbled."""
         answer = self.call(method, path, body, headers)
+        if answer.status in gone:
+            return {}
         if not 200 <= answer.status < 300:
             default = ("hermes_trouble", "Hermes ran into an error. Its log says why.")
             error = _refused(answer, *HERMES_REFUSALS.get(answer.status, default))
@@ -2494,11 +2494,7 @@ class Hermes(Upstream):
 
     def stop(self, run_id: str) -> None:
         """Ask the run to stop. That it is over already is no error."""
-        try:
-            self.ask("POST", f"/v1/runs/{run_id}/stop", {})
-        except Refused as error:
-            if error.answered not in (404, 409):
-                raise
+        self.ask("POST", f"/v1/runs/{run_id}/stop", {}, gone=(404, 409))
 
     def steer(self, run_id: str, text: str) -> None:
         """Hand words to a running run (0.20.4 on). It reads them after its next tool call."""
@@ -2511,21 +2507,12 @@ class Hermes(Upstream):
 
     def messages(self, conversation: str) -> list[Json]:
         """The conversation's stored messages, oldest first; [] before its first turn."""
-        try:
-            data = self.ask("GET", f"/api/sessions/{conversation}/messages").get("data")
-        except Refused as error:
-            if error.answered != 404:
-                raise
-            data = []
+        data = self.ask("GET", f"/api/sessions/{conversation}/messages", gone=(404,)).get("data")
         return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
 
     def forget(self, conversation: str) -> None:
         """Delete the conversation's stored messages. That there are none is no error."""
-        try:
-            self.ask("DELETE", f"/api/sessions/{conversation}")
-        except Refused as error:
-            if error.answered != 404:
-                raise
+        self.ask("DELETE", f"/api/sessions/{conversation}", gone=(404,))
 
     def events(self, run_id: str) -> EventStream:
         """Open the run's only event stream."""
