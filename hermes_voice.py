@@ -2140,27 +2140,15 @@ class Upstream:
         self._port = parts.port or (443 if self._secure else 80)
         self._prefix = parts.path.rstrip("/")
         self._key = key
-        self._proxy = self._find_proxy(parts) if proxied else None
+        self._proxy = proxy_for(parts) if proxied else None
         self.connect_seconds: float = CONNECT_TIMEOUT
         self.read_seconds: float = READ_TIMEOUT
         self.answer_seconds: float = ANSWER_TIMEOUT
 
-    def _find_proxy(self, parts: urllib.parse.SplitResult) -> urllib.parse.SplitResult | None:
-        proxy = urllib.request.getproxies().get(parts.scheme)
-        if not proxy or urllib.request.proxy_bypass(parts.netloc):
-            return None
-        return urllib.parse.urlsplit(proxy if "//" in proxy else f"http://{proxy}")
-
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
         """An open connection, or Unreachable: nothing was sent."""
-        host, port = self._host, self._port
-        if self._proxy:
-            host, port = self._proxy.hostname or "", self._proxy.port or 3128
-        connection = (
-            http.client.HTTPSConnection(host, port, timeout=self.connect_seconds)
-            if self._secure
-            else http.client.HTTPConnection(host, port, timeout=self.connect_seconds)
-        )
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(*(self._proxy or (self._host, self._port)), timeout=self.connect_seconds)
         if self._proxy:
             connection.set_tunnel(self._host, self._port)
         try:
@@ -2232,6 +2220,18 @@ class Upstream:
         found = parsed if isinstance(parsed, dict) else {}
         loggable = unquoted(text[:DETAIL_CHARS], body) if response.status >= 300 or not found else ""
         return Answer(response.status, response.headers, found, loggable)
+
+
+def proxy_for(parts: urllib.parse.SplitResult) -> tuple[str, int] | None:
+    """The proxy that the environment names for a service. Raise ConfigError if that is no address."""
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    found = urllib.parse.urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+    with contextlib.suppress(ValueError):  # of a port that is no number
+        if found.hostname:
+            return found.hostname, found.port or 3128
+    raise ConfigError([f"{parts.scheme}_proxy in the environment: give a URL such as http://proxy:3128"])
 
 
 def read_body(response: http.client.HTTPResponse, until: float) -> bytes:

@@ -17,6 +17,7 @@ from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, ScriptedHermes, e
 
 from hermes_voice import (
     ANSWER_LIMIT,
+    ConfigError,
     Garbled,
     Hermes,
     OpenAI,
@@ -570,6 +571,14 @@ def test_a_proxy_that_says_no_did_not_carry_the_request(serve, proxy):
 
     assert_unreachable(caught.value, "cannot be reached", arrived=False)
     assert openai.seen == []
+
+
+@pytest.mark.parametrize("named", ["http://proxy:port", "proxy:70000", "http://:3128", "http://"])
+def test_a_proxy_that_is_no_address_is_named_at_the_start(monkeypatch, proxy, named):
+    monkeypatch.setenv("https_proxy", named)
+
+    with pytest.raises(ConfigError, match="https_proxy in the environment"):
+        OpenAI("https://api.openai.example/v1", KEY)
 
 
 class RawServer:
