@@ -3660,12 +3660,6 @@ def shown_token(header: str) -> bytes:
     return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
-def check_token(header: str, access: str | None) -> None:
-    """Raise Unauthorized unless the header holds the access token, if there is one."""
-    if access is not None and not hmac.compare_digest(shown_token(header), access.encode()):
-        raise Unauthorized("The access token is missing or wrong.")
-
-
 def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that a text holds, with or without a port, an IPv4 one always as such."""
     text = text.strip()
@@ -4014,14 +4008,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def check_token(self) -> None:
         """Let who has the token in. Wrong ones are slowed, then refused with TooMany."""
-        shown = self.headers.get("Authorization", "")
-        try:
-            check_token(shown, self.server.app.access)
-            self.admitted = True
-        except Unauthorized:
-            if shown_token(shown):
-                self.slow_down()
-            raise
+        access, shown = self.server.app.access, shown_token(self.headers.get("Authorization", ""))
+        self.admitted = access is None or hmac.compare_digest(shown, access.encode())
+        if self.admitted:
+            return
+        if shown:
+            self.slow_down()
+        raise Unauthorized("The access token is missing or wrong.")
 
     def slow_down(self) -> None:
         """Count a wrong token. Raise TooMany when there were too many."""
