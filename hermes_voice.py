@@ -3581,9 +3581,10 @@ ROUTES: list[tuple[str, str, Handling, bool]] = [
     ("POST", "/approve", post_approve, TOKEN),
 ]
 _PATTERNS = [
-    (method, re.compile(path.replace("<id>", f"({ID.pattern})")), handler, token)
-    for method, path, handler, token in ROUTES
+    (method, re.compile(path.replace("<id>", f"({ID.pattern})")), handler)
+    for method, path, handler, _ in ROUTES
 ]
+OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
@@ -3728,16 +3729,21 @@ class Warnings:
         return left_out
 
 
+def wrong_method(methods: Sequence[str]) -> NotFound:
+    """That a path takes other methods, and which."""
+    allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
+    return NotFound(f"Use {methods[0]} here.", status=405, code="wrong_method", headers={"Allow": allowed})
+
+
 def find_route(method: str, path: str) -> tuple[Handling, tuple[str, ...]]:
     """The handler of a path and the ids in it. Raise NotFound."""
-    found = [(verb, handler, match.groups()) for verb, pattern, handler, _ in _PATTERNS
-             if (match := pattern.fullmatch(path))]  # fmt: skip
-    for verb, handler, ids in found:
-        if verb == method:
-            return handler, ids
-    if found:
-        raise wrong_method([verb for verb, *_ in found])
-    raise NotFound("There is nothing here.")
+    found = {verb: (handler, match.groups()) for verb, pattern, handler in _PATTERNS
+             if (match := pattern.fullmatch(path))}  # fmt: skip
+    if not found:
+        raise NotFound("There is nothing here.")
+    if method not in found:
+        raise wrong_method([*found])
+    return found[method]
 
 
 class Certificate:
@@ -3767,12 +3773,6 @@ class Certificate:
             found = [path.stat() for path in (self.chain, self.key)]
             return [(file.st_mtime_ns, file.st_ino, file.st_size) for file in found]
         return []
-
-
-def wrong_method(methods: Sequence[str]) -> NotFound:
-    """That a path takes other methods, and which."""
-    allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
-    return NotFound(f"Use {methods[0]} here.", status=405, code="wrong_method", headers={"Allow": allowed})
 
 
 class Server(ThreadingHTTPServer):
@@ -4149,9 +4149,6 @@ class Handler(BaseHTTPRequestHandler):
         """One line per answer, for those who want it."""
         log_event("request.answered", logging.DEBUG, method=self.command, path=self.plain_path,
                   status=int(code))  # fmt: skip
-
-
-OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
 
 
 def error_reply(error: VoiceError) -> Reply:
