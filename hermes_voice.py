@@ -3803,7 +3803,7 @@ class Server(ThreadingHTTPServer):
         # For these. Accepting must not wait for the journal, as who takes `app.changed` may.
         self.counting = threading.Lock()
         self.hold_back: Callable[[float], None] = time.sleep
-        self.names = {address[0].lower(), *app.config.public_hosts}
+        self.host = address[0].lower()
         self.streams = 0  # open, so that shutting down can wait for their last lines
         self.turned_at = time.monotonic()  # when the accepting thread last came round
         super().__init__(address, Handler)
@@ -3987,7 +3987,8 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         method = "GET" if self.command == "HEAD" else self.command
         page = self.server.page.get(path)
-        check_host(self.headers.get_all("Host", []), self.server.names)
+        hosts = self.server.host, *self.server.app.config.public_hosts
+        check_host(self.headers.get_all("Host", []), hosts)
         check_origin(self.headers, page is not None and method == "GET")
         if page is None and path not in OPEN_PATHS:
             self.check_token()
@@ -4717,7 +4718,6 @@ def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str])
             app.hermes = Hermes(args.hermes_url, keys.hermes)
         app.config, app.access = settings.config, keys.access
         server.page, server.certificate = settings.page, settings.certificate
-        server.names = {settings.address[0].lower(), *settings.config.public_hosts}
         for warning in settings.warnings:
             log_event("reload.warned", logging.WARNING, warning=warning)
         log_event("server.reloaded", token="needed" if app.access else "none")
