@@ -5229,23 +5229,20 @@ def page_url(given: str, public_hosts: Sequence[str], host: str, port: int, secu
 
 def qr_check(data: bytes) -> bytes:
     """The Reed-Solomon codewords of a QR code's data."""
-    powers = [1]
-    while len(powers) < 255:
-        powers.append(powers[-1] << 1 ^ (0x11D if powers[-1] > 127 else 0))
-    logs = {power: number for number, power in enumerate(powers)}
 
-    def times(a: int, b: int) -> int:
-        return powers[(logs[a] + logs[b]) % 255] if a and b else 0
+    def times(a: int, b: int) -> int:  # in GF(256), whose polynomial is 0x11D
+        doubled = b << 1 ^ (0x11D if b > 127 else 0)
+        return times(a >> 1, doubled) ^ (a & 1) * b if a else 0
 
-    divisor = [1]
-    for root in powers[:QR_CHECK]:
+    divisor, root = [1], 1
+    for _ in range(QR_CHECK):
         divisor = [a ^ times(b, root) for a, b in zip([*divisor, 0], [0, *divisor], strict=True)]
-    rest = [*data, *bytes(QR_CHECK)]
-    for at in range(len(data)):
-        factor = rest[at]
-        for step, part in enumerate(divisor):
-            rest[at + step] ^= times(part, factor)
-    return bytes(rest[-QR_CHECK:])
+        root = times(root, 2)
+    rest = [0] * QR_CHECK
+    for byte in data:
+        first, *others = rest
+        rest = [a ^ times(b, byte ^ first) for a, b in zip([*others, 0], divisor[1:], strict=True)]
+    return bytes(rest)
 
 
 def qr_frame() -> dict[tuple[int, int], bool]:
