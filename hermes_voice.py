@@ -4928,28 +4928,23 @@ FIRST_STEPS = {
 TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
 
 
-def check_secret(name: str) -> Callable[[Checkup], Seen]:
-    """The check of one secret: whether it is there, and who else can read it."""
-
-    def check(checkup: Checkup) -> Seen:
-        try:
-            secret = secret_of(name, checkup.args, checkup.environ)
-        except ConfigError as error:
-            missing, advice = text_and_advice(error.problems[0])
-            yield PROBLEM, missing, FIRST_STEPS[name] if "not given" in missing else advice
-            return
-        systemd = (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
-        path = (
-            getattr(checkup.args, f"{name.replace('-', '_')}_file") or hermes_home(checkup.environ) / ".env"
-        )
-        if not secret:
-            yield OK, "none, so whoever reaches the page drives Hermes", ""
-        elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
-        else:
-            yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
-
-    return check
+def check_secret(name: str, checkup: Checkup) -> Seen:
+    """One secret: whether it is there, and who else can read it."""
+    try:
+        secret = secret_of(name, checkup.args, checkup.environ)
+    except ConfigError as error:
+        missing, advice = text_and_advice(error.problems[0])
+        yield PROBLEM, missing, FIRST_STEPS[name] if "not given" in missing else advice
+        return
+    given = getattr(checkup.args, f"{name.replace('-', '_')}_file")
+    path = given or hermes_home(checkup.environ) / ".env"
+    systemd = not given and (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
+    if not secret:
+        yield OK, "none, so whoever reaches the page drives Hermes", ""
+    elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
+    else:
+        yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
 
 
 def check_state(checkup: Checkup) -> Seen:
@@ -5142,9 +5137,9 @@ CHECKS: dict[str, Callable[[Checkup], Seen]] = {
     "config": check_config,
     "page": check_page,
     "certificate": check_certificate,
-    "OpenAI key": check_secret("openai-key"),
-    "Hermes key": check_secret("hermes-key"),
-    "access token": check_secret("access-token"),
+    "OpenAI key": lambda checkup: check_secret("openai-key", checkup),
+    "Hermes key": lambda checkup: check_secret("hermes-key", checkup),
+    "access token": lambda checkup: check_secret("access-token", checkup),
     "journal": check_state,
     "port": check_port,
     "reach": check_reach,

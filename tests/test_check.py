@@ -273,6 +273,19 @@ def test_a_certificate_that_runs_out_is_told(desk, openssl_path, days, said):
     assert more == ([f"warning: {said}; {advice}"] if said else [])
 
 
+def test_a_file_that_is_named_is_looked_at_although_systemd_has_one_too(desk, monkeypatch):
+    desk.write("credentials/openai-key", "canary-of-systemd")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(desk.folder / "credentials"))
+    os.chmod(desk.flags["--openai-key-file"], 0o640)
+
+    assert desk.check() == 0
+
+    named = "~/openai-key"
+    assert desk.said("OpenAI key") == [
+        f"warning: others than its owner may use {named}; run: chmod 600 {named}"
+    ]
+
+
 # ---- journal -----------------------------------------------------------------
 
 
