@@ -324,15 +324,6 @@ class Config:
     trusted_proxies: tuple[Network, ...] = ()
 
 
-@dataclass(frozen=True)
-class Secrets:
-    """The keys, and the token the page must show (None: no token is asked for)."""
-
-    openai: str = field(repr=False)
-    hermes: str = field(repr=False)
-    access: str | None = field(repr=False, default=None)
-
-
 def load_config(path: Path | None) -> tuple[Config, list[str]]:
     """Read the config file. Return it with its warnings, or raise all its problems."""
     if path is None:
@@ -4635,11 +4626,13 @@ def find_certificate(chain: Path | None, key: Path | None) -> Certificate | None
 
 @dataclass(frozen=True)
 class Settings:
-    """What is read at the start, and again on SIGHUP."""
+    """What is read at the start, and again on SIGHUP. A demo has neither service."""
 
     config: Config
     warnings: list[str]
-    secrets: Secrets
+    access: str | None = field(repr=False)  # the token the page must show; None: it needs none
+    openai: OpenAI | None
+    hermes: Hermes | None
     page: dict[str, tuple[str, bytes]]
     certificate: Certificate | None
     address: tuple[str, int]
@@ -4672,29 +4665,27 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
     problems += check_exposure(args, host, access)
     if problems:
         raise ConfigError(problems)
-    keys = Secrets(openai_key, hermes_key, access or None)
-    return Settings(config, warnings, keys, page, certificate, (host, port))
+    openai = None if args.demo else OpenAI(args.openai_base_url, openai_key)
+    hermes = None if args.demo else Hermes(args.hermes_url, hermes_key)
+    return Settings(config, warnings, access or None, openai, hermes, page, certificate, (host, port))
 
 
 def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
     """The server, listening, and the warnings. Raise ConfigError with every problem."""
     settings = read_settings(args, environ)
-    keys = settings.secrets
-    journal = open_journal(
-        args.state or ("none" if args.demo else None), settings.config.history_days, environ
-    )
-    demo = DemoHermes() if args.demo else None
-    openai = None if demo else OpenAI(args.openai_base_url, keys.openai)
-    hermes = Hermes(demo.url, demo.key) if demo else Hermes(args.hermes_url, keys.hermes)
-    app = App(settings.config, keys.access, openai, hermes, journal)
+    state = args.state or ("none" if args.demo else None)
+    journal = open_journal(state, settings.config.history_days, environ)
+    hermes = settings.hermes
+    if hermes is None:
+        demo = DemoHermes()
+        hermes = Hermes(demo.url, demo.key)
+    app = App(settings.config, settings.access, settings.openai, hermes, journal)
+    room, certificate = connections_for(raise_file_limit()), settings.certificate
     try:
-        connections = connections_for(raise_file_limit())
-        server = Server(
-            settings.address, app, settings.page, certificate=settings.certificate, connections=connections
-        )
+        server = Server(settings.address, app, settings.page, certificate=certificate, connections=room)
         return server, settings.warnings
     except (OSError, UnicodeError) as error:
-        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        taken = getattr(error, "errno", 0) == errno.EADDRINUSE
         why = "the port is taken; is it running already?" if taken else getattr(error, "strerror", error)
         raise ConfigError([f"--listen {args.listen}: {why}"]) from None
 
@@ -4705,18 +4696,15 @@ def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str])
     notify(environ, "RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
     try:
         settings = read_settings(args, environ)
-        keys = settings.secrets
-        if app.access and not keys.access:
+        if app.access and not settings.access:
             raise ConfigError(["the access token is gone; to serve without one, start it again"])
     except (ConfigError, OSError) as error:
         for problem in getattr(error, "problems", [error]):
             log_event("reload.refused", logging.WARNING, kept="the old settings", problem=problem)
     else:
         # A request under way ends with the upstream, and so the key, that it began with.
-        if not args.demo:
-            app.openai = OpenAI(args.openai_base_url, keys.openai)
-            app.hermes = Hermes(args.hermes_url, keys.hermes)
-        app.config, app.access = settings.config, keys.access
+        app.openai, app.hermes = settings.openai, settings.hermes or app.hermes
+        app.config, app.access = settings.config, settings.access
         server.page, server.certificate = settings.page, settings.certificate
         for warning in settings.warnings:
             log_event("reload.warned", logging.WARNING, warning=warning)
