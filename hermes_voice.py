@@ -4506,11 +4506,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tls-cert", type=Path, metavar="FILE", help="certificate chain in PEM: serve HTTPS")
     add("--tls-key", type=Path, metavar="FILE", help="its key; default: in the same file")
     add("--config", type=Path, metavar="FILE", help="JSON, see config.example.json")
-    add(
-        "--state",
-        metavar="DIR",
-        help="where the journal lies, or: none; default: systemd's or ~/.local/state",
-    )
+    add("--state", metavar="DIR", help="the journal's folder, or: none; default: systemd's or ~/.local/state")
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
     add("--demo", action="store_true", help="try it without keys: the voice and Hermes are stand-ins")
     add("--log", choices=[*LOG_FORMATS], default="text", help="how the log is written; default %(default)s")
@@ -4525,6 +4521,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.demo and (args.check or args.pair is not None):
         parser.error("--demo goes neither with --check nor with --pair")
     return args
+
+
+def url_at(host: str, port: int, secure: bool) -> str:
+    """The page's URL at an address."""
+    return f"http{'s' * secure}://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def page_folder(given: Path | None) -> Path:
@@ -4583,14 +4584,14 @@ def raise_file_limit() -> int:
         import resource  # there is none on Windows
     except ImportError:
         return FILES_WANTED
-    soft, hard = (FILES_WANTED if limit == resource.RLIM_INFINITY else limit
-                  for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # fmt: skip
-    if soft >= min(FILES_WANTED, hard):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (FILES_WANTED if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    wanted = min(FILES_WANTED, hard)
+    if soft >= wanted:
         return soft
-    with contextlib.suppress(OSError, ValueError):
-        hardest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES_WANTED, hard), hardest))
-        return min(FILES_WANTED, hard)
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+        return wanted
     return soft
 
 
@@ -4607,11 +4608,8 @@ def check_demo(args: argparse.Namespace, host: str) -> list[str]:
         "--openai-base-url": args.openai_base_url != DEFAULT_OPENAI_URL,
         "--openai-key-file": args.openai_key_file,
     }
-    problems = [
-        f"{flag}: a demo uses no service and no key; leave out this, or --demo"
-        for flag in services
-        if services[flag]
-    ]
+    advice = "a demo uses no service and no key; leave out this, or --demo"
+    problems = [f"{flag}: {advice}" for flag, given in services.items() if given]
     if not is_loopback(host):
         problems.append(f"--listen {args.listen}: a demo is for this machine only; give 127.0.0.1")
     return problems
@@ -4982,8 +4980,7 @@ def check_port(checkup: Checkup) -> Seen:
 def is_ours(host: str, port: int) -> bool:
     """Whether a hermes-voice answers there."""
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    named = f"[{here}]" if ":" in here else here
-    server = Upstream("hermes-voice", f"http://{named}:{port}", NO_KEY)
+    server = Upstream("hermes-voice", url_at(here, port, secure=False), NO_KEY)
     server.connect_seconds = server.read_seconds = ASK_SECONDS
     try:
         answer = server.call("GET", "/healthz")
@@ -5207,7 +5204,7 @@ def page_url(given: str, public_hosts: Sequence[str], host: str, port: int, secu
         return f"https://{public_hosts[0]}{f':{port}' if secure and port != 443 else ''}/"
     if not port or (is_address(host) and ipaddress.ip_address(host).is_unspecified):
         raise ConfigError([f"--pair: --listen names no address to open; give the page's URL: {example}"])
-    return f"http{'s' * secure}://{f'[{host}]' if ':' in host else host}:{port}/"
+    return url_at(host, port, secure)
 
 
 def qr_check(data: bytes) -> bytes:
@@ -5310,16 +5307,13 @@ def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str
     """Serve until the wait is over, then let the streams end."""
     environ = environ or {}
     app = server.app
-    host, port = str(server.server_address[0]), server.server_address[1]
-    named = f"[{host}]" if ":" in host else host
+    url = url_at(str(server.server_address[0]), server.server_address[1], server.certificate is not None)
     resume_runs(app)
     resume_session(app)
     in_background(forget_daily, app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    scheme = "https" if server.certificate else "http"
-    log_event("server.listening", url=f"{scheme}://{named}:{port}/",
-              token="needed" if app.access else "none")  # fmt: skip
+    log_event("server.listening", url=url, token="needed" if app.access else "none")
     notify(environ, "READY=1")
     if seconds := watchdog_seconds(environ, os.getpid()):
         in_background(report_life, server, environ, seconds)
