@@ -4232,10 +4232,10 @@ def pick_scene(asked: str) -> list[tuple[Any, ...]]:
 class DemoRun:
     """One run. Callers hold the lock, but for `work` and `events_after`."""
 
-    def __init__(self, hermes: DemoHermes, run_id: str, body: Json) -> None:
-        self.hermes = hermes
+    def __init__(self, hermes: DemoHermes, body: Json, key: str) -> None:
+        self.hermes, self.key, self.id = hermes, key, f"run_{secrets.token_hex(16)}"
         self.asked = str(body.get("input"))
-        self.status: Json = {"object": "hermes.run", "run_id": run_id, "status": "running"}
+        self.status: Json = {"object": "hermes.run", "run_id": self.id, "status": "running"}
         self.events: list[Json] = []
         self.handed: list[str] = []  # words that it has not read
         self.read: list[str] = []
@@ -4251,7 +4251,7 @@ class DemoRun:
 
     def emit(self, name: str, **fields: object) -> None:
         """Append an event."""
-        told = {"event": name, "run_id": self.status["run_id"], "timestamp": time.time()}
+        told = {"event": name, "run_id": self.id, "timestamp": time.time()}
         self.events.append({**told, **fields, "seq": len(self.events)})
         self.hermes.changed.notify_all()
 
@@ -4326,7 +4326,7 @@ class DemoRun:
         self.pending, self.choice = "", choice
         told = {"choice": choice, **({"request_id": meant} if meant else {}), "resolved": 1}
         self.emit("approval.responded", **told)
-        return 200, {"object": "hermes.run.approval_response", "run_id": self.status["run_id"], **told}
+        return 200, {"object": "hermes.run.approval_response", "run_id": self.id, **told}
 
     def take_words(self, body: Json) -> tuple[int, Json]:
         """Take words while it runs."""
@@ -4334,14 +4334,14 @@ class DemoRun:
             return 409, demo_error("Run is not currently accepting steer input", "run_not_accepting_steer")
         self.handed.append(said_last(str(body.get("input"))))
         self.emit("run.steered", accepted=True)
-        return 200, {"object": "hermes.run.steer", "run_id": self.status["run_id"], "accepted": True}
+        return 200, {"object": "hermes.run.steer", "run_id": self.id, "accepted": True}
 
     def take_stop(self, body: Json) -> tuple[int, Json]:
         """Let it stop; the scene sees to it."""
         if not self.is_in(*FINISH_REASONS):
             self.pending, self.status["status"] = "", "stopping"
             self.hermes.changed.notify_all()
-        return 200, {"run_id": self.status["run_id"], "status": self.status["status"]}
+        return 200, {"run_id": self.id, "status": self.status["status"]}
 
 
 class DemoHermes(ThreadingHTTPServer):
@@ -4355,25 +4355,20 @@ class DemoHermes(ThreadingHTTPServer):
         self.url, self.key = f"http://127.0.0.1:{self.server_port}", secrets.token_hex(24)
         self.pace, self.approval_seconds = pace, approval_seconds
         self.changed = threading.Condition()  # guards the runs
-        self.runs: OrderedDict[str, tuple[str, DemoRun]] = OrderedDict()  # by id, with their keys
+        self.runs: OrderedDict[str, DemoRun] = OrderedDict()  # by id
         in_background(self.serve_forever, 0.05)
-
-    def find(self, run_id: str) -> DemoRun | None:
-        """The run of an id."""
-        return self.runs[run_id][1] if run_id in self.runs else None
 
     def start(self, body: Json, key: str) -> Json:
         """Start a run, or find the one that this key has started."""
-        for known, run in self.runs.values():
-            if known == key:
-                return {"run_id": run.status["run_id"], "status": run.status["status"], "replayed": True}
-        run_id = f"run_{secrets.token_hex(16)}"
-        run = DemoRun(self, run_id, body)
-        self.runs[run_id] = key, run
+        for run in self.runs.values():
+            if run.key == key:
+                return {"run_id": run.id, "status": run.status["status"], "replayed": True}
+        run = DemoRun(self, body, key)
+        self.runs[run.id] = run
         if len(self.runs) > RUNS_LIMIT:
             self.runs.popitem(last=False)
         in_background(run.work)
-        return {"run_id": run_id, "status": "started", "replayed": False}
+        return {"run_id": run.id, "status": "started", "replayed": False}
 
 
 def demo_error(message: str, code: str) -> Json:
@@ -4394,8 +4389,8 @@ class DemoHandler(BaseHTTPRequestHandler):
         with contextlib.suppress(*CLIENT_GONE):
             if self.headers.get("Authorization") != f"Bearer {self.server.key}":
                 self.send(401, demo_error("Invalid API key", "gateway_auth_failed"))
-            elif match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path):
-                self.send_events(self.server.find(match[1]))
+            elif (match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path)) and match[1] in self.server.runs:
+                self.send_events(self.server.runs[match[1]])
             else:
                 with self.server.changed:
                     status, answer = self.respond(body)
@@ -4411,17 +4406,14 @@ class DemoHandler(BaseHTTPRequestHandler):
         if (self.command, self.path) == ("POST", "/v1/runs"):
             return 202, self.server.start(body, self.headers.get("Idempotency-Key", ""))
         match = re.fullmatch(r"/v1/runs/(\w+)(?:/(stop|steer|approval))?", self.path)
-        run = self.server.find(match[1]) if match else None
+        run = self.server.runs.get(match[1]) if match else None
         if not match or not run:
             return 404, demo_error("Not found", "run_not_found")
         takes = {"stop": run.take_stop, "steer": run.take_words, "approval": run.take_answer}
         return takes[match[2]](body) if match[2] else (200, dict(run.status))
 
-    def send_events(self, run: DemoRun | None) -> None:
+    def send_events(self, run: DemoRun) -> None:
         """Send a run's events from the first one on, until its end or the client's."""
-        if run is None:
-            self.send(404, demo_error("Not found", "run_not_found"))
-            return
         self.send_head(200, "text/event-stream")
         self.wfile.write(b": open\n\n")
         sent, over = 0, False
