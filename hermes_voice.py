@@ -4449,12 +4449,10 @@ FILES_WANTED = 4096  # descriptors; twice the connections, and room for runs
 class LogFormat(logging.Formatter):
     """Time in UTC, level, message, and under a bug's line where it happened."""
 
+    converter = time.gmtime
+
     def __init__(self) -> None:
         super().__init__("%(asctime)sZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """The record's time in UTC."""
-        return time.strftime(str(datefmt), time.gmtime(record.created))
 
     def formatException(self, ei: Any) -> str:
         """The traceback, indented and escaped: what an exception quotes must not look like a line."""
@@ -5295,9 +5293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str, str] | None = None) -> None:
+def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str, str] = {}) -> None:
     """Serve until the wait is over, then let the streams end."""
-    environ = environ or {}
     app = server.app
     url = url_at(str(server.server_address[0]), server.server_address[1], server.certificate is not None)
     resume_runs(app)
