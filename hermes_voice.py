@@ -38,6 +38,7 @@ import contextlib
 import difflib
 import email.utils
 import errno
+import hashlib
 import hmac
 import html
 import http.client
@@ -300,15 +301,6 @@ class Config:
     no_phrases: Annotated[tuple[str, ...], _phrases] = ()
     public_hosts: Annotated[tuple[str, ...], _hosts] = ()
     trusted_proxies: Annotated[tuple[Network, ...], _networks] = ()
-
-
-@dataclass(frozen=True)
-class Secrets:
-    """The keys, and the token the page must show (None: no token is asked for)."""
-
-    openai: str = field(repr=False)
-    hermes: str = field(repr=False)
-    access: str | None = field(repr=False, default=None)
 
 
 def load_config(path: Path | None) -> tuple[Config, list[str]]:
@@ -2015,6 +2007,7 @@ def _run_of(row: tuple[str, str, float, int, str, str]) -> Run:
 
 CONNECT_TIMEOUT = 10  # seconds; a cold Hermes blocks its loop for 2.5 s
 READ_TIMEOUT = 30  # seconds between two bytes of an answer
+ANSWER_TIMEOUT = 60  # seconds for the body of one JSON answer; what trickles keeps nobody for ever
 # Hermes sends a keepalive every 10 s (30 s before 0.21.5) on an open event stream.
 EVENTS_TIMEOUT = 40  # seconds
 ANSWER_LIMIT = 8 << 20  # bytes of one JSON answer
@@ -2023,6 +2016,7 @@ QUOTE_CHARS = 12  # in a row that stand in the request: a quote of what was said
 READ_SIZE = 1 << 16  # bytes; larger reads map and unmap memory each time
 
 CLOSE_SECONDS = 5  # for a session to say that it closed; the page's own close waits as long
+WEBSOCKET_GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # of RFC 6455
 
 # A broken body raises HTTPException, which is neither OSError nor ValueError.
 BROKEN = (OSError, ValueError, IndexError, http.client.HTTPException)
@@ -2066,26 +2060,15 @@ class Upstream:
         self._port = parts.port or (443 if self._secure else 80)
         self._prefix = parts.path.rstrip("/")
         self._key = key
-        self._proxy = self._find_proxy(parts) if proxied else None
+        self._proxy = proxy_for(parts) if proxied else None
         self.connect_seconds: float = CONNECT_TIMEOUT
         self.read_seconds: float = READ_TIMEOUT
-
-    def _find_proxy(self, parts: urllib.parse.SplitResult) -> urllib.parse.SplitResult | None:
-        proxy = urllib.request.getproxies().get(parts.scheme)
-        if not proxy or urllib.request.proxy_bypass(parts.netloc):
-            return None
-        return urllib.parse.urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+        self.answer_seconds: float = ANSWER_TIMEOUT
 
     def _connect(self, timeout: float) -> http.client.HTTPConnection:
         """An open connection, or Unreachable: nothing was sent."""
-        host, port = self._host, self._port
-        if self._proxy:
-            host, port = self._proxy.hostname or "", self._proxy.port or 3128
-        connection = (
-            http.client.HTTPSConnection(host, port, timeout=self.connect_seconds)
-            if self._secure
-            else http.client.HTTPConnection(host, port, timeout=self.connect_seconds)
-        )
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(*(self._proxy or (self._host, self._port)), timeout=self.connect_seconds)
         if self._proxy:
             connection.set_tunnel(self._host, self._port)
         try:
@@ -2135,19 +2118,12 @@ class Upstream:
             raise self.unreachable(error, arrived=True) from None
 
     def call(
-        self,
-        method: str,
-        path: str,
-        body: Json | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] = {}
     ) -> Answer:
         """One request and its whole answer. Raise Unreachable or Garbled."""
-        _, connection, response = self.send(method, path, body, headers or {}, self.read_seconds)
+        _, connection, response = self.send(method, path, body, headers, self.read_seconds)
         try:
-            raw = response.read(ANSWER_LIMIT + 1)
-            if len(raw) <= ANSWER_LIMIT and response.length:
-                # Reading a part of a body does not raise this by itself.
-                raise http.client.IncompleteRead(raw, response.length)
+            raw = read_body(response, time.monotonic() + self.answer_seconds)
         except BROKEN as error:
             raise self.unreachable(error, arrived=True) from None
         finally:
@@ -2164,6 +2140,31 @@ class Upstream:
         found = parsed if isinstance(parsed, dict) else {}
         loggable = unquoted(text[:DETAIL_CHARS], body) if response.status >= 300 or not found else ""
         return Answer(response.status, response.headers, found, loggable)
+
+
+def proxy_for(parts: urllib.parse.SplitResult) -> tuple[str, int] | None:
+    """The proxy that the environment names for a service. Raise ConfigError if that is no address."""
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if not proxy or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    found = urllib.parse.urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+    with contextlib.suppress(ValueError):  # of a port that is no number
+        if found.hostname:
+            return found.hostname, found.port or 3128
+    raise ConfigError([f"{parts.scheme}_proxy in the environment: give a URL such as http://proxy:3128"])
+
+
+def read_body(response: http.client.HTTPResponse, until: float) -> bytes:
+    """An answer's body, whole, or so much of it that it is over the limit."""
+    body, length = bytearray(), response.length
+    wanted = ANSWER_LIMIT + 1 if length is None else min(length, ANSWER_LIMIT + 1)
+    while len(body) < wanted and (chunk := response.read1(READ_SIZE)):
+        body += chunk
+        if time.monotonic() > until:
+            raise TimeoutError
+    if length is not None and len(body) < wanted:  # reading in parts does not raise this by itself
+        raise http.client.IncompleteRead(bytes(body), wanted - len(body))
+    return bytes(body)
 
 
 def unquoted(text: str, sent: object) -> str:
@@ -2265,13 +2266,10 @@ class OpenAI(Upstream):
         answer = self.call("POST", "/live/sessions", body)
         if not 200 <= answer.status < 300:
             raise self._why(answer, session["model"])
-        try:
-            session_id, reply = answer.body["session"]["id"], answer.body["transport"]["sdp"]
-        except (KeyError, TypeError):
-            session_id = reply = None
-        if not isinstance(session_id, str) or not isinstance(reply, str):
-            raise self.garbled("no session id or no answer")
-        return session_id, reply
+        match answer.body:
+            case {"session": {"id": str(session_id)}, "transport": {"sdp": str(reply)}}:
+                return session_id, reply
+        raise self.garbled("no session id or no answer")
 
     def look_up(self, model: str) -> Answer:
         """The model's card, which is free and shown only to keys that may use the model."""
@@ -2296,11 +2294,12 @@ class OpenAI(Upstream):
         key = base64.b64encode(secrets.token_bytes(16)).decode()
         headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
         headers |= {"Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": key}
+        accept = base64.b64encode(hashlib.sha1(f"{key}{WEBSOCKET_GUID}".encode()).digest()).decode()
         sock, connection, response = self.send(
             "GET", path, None, headers, min(CLOSE_SECONDS, self.read_seconds)
         )
         try:
-            if response.status != 101:
+            if (response.status, response.headers["Sec-WebSocket-Accept"]) != (101, accept):
                 return False
             sock.sendall(_websocket_frame(b'{"type":"session.close","event_id":"close_1"}'))
             events = map(json.loads, _websocket_messages(response.fp, time.monotonic() + CLOSE_SECONDS))
@@ -2369,10 +2368,17 @@ class Hermes(Upstream):
         self.events_seconds: float = EVENTS_TIMEOUT
 
     def ask(
-        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        headers: Mapping[str, str] = {},
+        gone: Sequence[int] = (),
     ) -> Json:
-        """One call. Raise Refused with `answered` set, Unreachable or Garbled."""
+        """One call; {} for a status of `gone`. Raise Refused with `answered` set, Unreachable or Garbled."""
         answer = self.call(method, path, body, headers)
+        if answer.status in gone:
+            return {}
         if not 200 <= answer.status < 300:
             default = ("hermes_trouble", "Hermes ran into an error. Its log says why.")
             error = _refused(answer, *HERMES_REFUSALS.get(answer.status, default))
@@ -2408,11 +2414,7 @@ class Hermes(Upstream):
 
     def stop(self, run_id: str) -> None:
         """Ask the run to stop. That it is over already is no error."""
-        try:
-            self.ask("POST", f"/v1/runs/{run_id}/stop", {})
-        except Refused as error:
-            if error.answered not in (404, 409):
-                raise
+        self.ask("POST", f"/v1/runs/{run_id}/stop", {}, gone=(404, 409))
 
     def steer(self, run_id: str, text: str) -> None:
         """Hand words to a running run (0.20.4 on). It reads them after its next tool call."""
@@ -2425,21 +2427,12 @@ class Hermes(Upstream):
 
     def messages(self, conversation: str) -> list[Json]:
         """The conversation's stored messages, oldest first; [] before its first turn."""
-        try:
-            data = self.ask("GET", f"/api/sessions/{conversation}/messages").get("data")
-        except Refused as error:
-            if error.answered != 404:
-                raise
-            data = []
+        data = self.ask("GET", f"/api/sessions/{conversation}/messages", gone=(404,)).get("data")
         return [row for row in data if isinstance(row, dict)] if isinstance(data, list) else []
 
     def forget(self, conversation: str) -> None:
         """Delete the conversation's stored messages. That there are none is no error."""
-        try:
-            self.ask("DELETE", f"/api/sessions/{conversation}")
-        except Refused as error:
-            if error.answered != 404:
-                raise
+        self.ask("DELETE", f"/api/sessions/{conversation}", gone=(404,))
 
     def events(self, run_id: str) -> EventStream:
         """Open the run's only event stream."""
@@ -3492,9 +3485,10 @@ ROUTES: list[tuple[str, str, Handling, bool]] = [
     ("POST", "/approve", post_approve, TOKEN),
 ]
 _PATTERNS = [
-    (method, re.compile(path.replace("<id>", f"({ID.pattern})")), handler, token)
-    for method, path, handler, token in ROUTES
+    (method, re.compile(path.replace("<id>", f"({ID.pattern})")), handler)
+    for method, path, handler, _ in ROUTES
 ]
+OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
 
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
@@ -3571,12 +3565,6 @@ def shown_token(header: str) -> bytes:
     return token.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
-def check_token(header: str, access: str | None) -> None:
-    """Raise Unauthorized unless the header holds the access token, if there is one."""
-    if access is not None and not hmac.compare_digest(shown_token(header), access.encode()):
-        raise Unauthorized("The access token is missing or wrong.")
-
-
 def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The address that a text holds, with or without a port, an IPv4 one always as such."""
     text = text.strip()
@@ -3645,16 +3633,21 @@ class Warnings:
         return left_out
 
 
+def wrong_method(methods: Sequence[str]) -> NotFound:
+    """That a path takes other methods, and which."""
+    allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
+    return NotFound(f"Use {methods[0]} here.", status=405, code="wrong_method", headers={"Allow": allowed})
+
+
 def find_route(method: str, path: str) -> tuple[Handling, tuple[str, ...]]:
     """The handler of a path and the ids in it. Raise NotFound."""
-    found = [(verb, handler, match.groups()) for verb, pattern, handler, _ in _PATTERNS
-             if (match := pattern.fullmatch(path))]  # fmt: skip
-    for verb, handler, ids in found:
-        if verb == method:
-            return handler, ids
-    if found:
-        raise wrong_method([verb for verb, *_ in found])
-    raise NotFound("There is nothing here.")
+    found = {verb: (handler, match.groups()) for verb, pattern, handler in _PATTERNS
+             if (match := pattern.fullmatch(path))}  # fmt: skip
+    if not found:
+        raise NotFound("There is nothing here.")
+    if method not in found:
+        raise wrong_method([*found])
+    return found[method]
 
 
 class Certificate:
@@ -3686,12 +3679,6 @@ class Certificate:
         return []
 
 
-def wrong_method(methods: Sequence[str]) -> NotFound:
-    """That a path takes other methods, and which."""
-    allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
-    return NotFound(f"Use {methods[0]} here.", status=405, code="wrong_method", headers={"Allow": allowed})
-
-
 class Server(ThreadingHTTPServer):
     """The listening socket, with what its handlers need."""
 
@@ -3720,7 +3707,7 @@ class Server(ThreadingHTTPServer):
         # For these. Accepting must not wait for the journal, as who takes `app.changed` may.
         self.counting = threading.Lock()
         self.hold_back: Callable[[float], None] = time.sleep
-        self.names = {address[0].lower(), *app.config.public_hosts}
+        self.host = address[0].lower()
         self.streams = 0  # open, so that shutting down can wait for their last lines
         self.turned_at = time.monotonic()  # when the accepting thread last came round
         super().__init__(address, Handler)
@@ -3904,7 +3891,8 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         method = "GET" if self.command == "HEAD" else self.command
         page = self.server.page.get(path)
-        check_host(self.headers.get_all("Host", []), self.server.names)
+        hosts = self.server.host, *self.server.app.config.public_hosts
+        check_host(self.headers.get_all("Host", []), hosts)
         check_origin(self.headers, page is not None and method == "GET")
         if page is None and path not in OPEN_PATHS:
             self.check_token()
@@ -3925,14 +3913,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def check_token(self) -> None:
         """Let who has the token in. Wrong ones are slowed, then refused with TooMany."""
-        shown = self.headers.get("Authorization", "")
-        try:
-            check_token(shown, self.server.app.access)
-            self.admitted = True
-        except Unauthorized:
-            if shown_token(shown):
-                self.slow_down()
-            raise
+        access, shown = self.server.app.access, shown_token(self.headers.get("Authorization", ""))
+        self.admitted = access is None or hmac.compare_digest(shown, access.encode())
+        if self.admitted:
+            return
+        if shown:
+            self.slow_down()
+        raise Unauthorized("The access token is missing or wrong.")
 
     def slow_down(self) -> None:
         """Count a wrong token. Raise TooMany when there were too many."""
@@ -4069,9 +4056,6 @@ class Handler(BaseHTTPRequestHandler):
                   status=int(code))  # fmt: skip
 
 
-OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
-
-
 def error_reply(error: VoiceError) -> Reply:
     """An error in the shape it always has on the wire."""
     body = {"error": {"code": error.code, "message": error.message}}
@@ -4161,10 +4145,10 @@ def pick_scene(asked: str) -> list[tuple[Any, ...]]:
 class DemoRun:
     """One run. Callers hold the lock, but for `work` and `events_after`."""
 
-    def __init__(self, hermes: DemoHermes, run_id: str, body: Json) -> None:
-        self.hermes = hermes
+    def __init__(self, hermes: DemoHermes, body: Json, key: str) -> None:
+        self.hermes, self.key, self.id = hermes, key, f"run_{secrets.token_hex(16)}"
         self.asked = str(body.get("input"))
-        self.status: Json = {"object": "hermes.run", "run_id": run_id, "status": "running"}
+        self.status: Json = {"object": "hermes.run", "run_id": self.id, "status": "running"}
         self.events: list[Json] = []
         self.handed: list[str] = []  # words that it has not read
         self.read: list[str] = []
@@ -4180,7 +4164,7 @@ class DemoRun:
 
     def emit(self, name: str, **fields: object) -> None:
         """Append an event."""
-        told = {"event": name, "run_id": self.status["run_id"], "timestamp": time.time()}
+        told = {"event": name, "run_id": self.id, "timestamp": time.time()}
         self.events.append({**told, **fields, "seq": len(self.events)})
         self.hermes.changed.notify_all()
 
@@ -4255,7 +4239,7 @@ class DemoRun:
         self.pending, self.choice = "", choice
         told = {"choice": choice, **({"request_id": meant} if meant else {}), "resolved": 1}
         self.emit("approval.responded", **told)
-        return 200, {"object": "hermes.run.approval_response", "run_id": self.status["run_id"], **told}
+        return 200, {"object": "hermes.run.approval_response", "run_id": self.id, **told}
 
     def take_words(self, body: Json) -> tuple[int, Json]:
         """Take words while it runs."""
@@ -4263,14 +4247,14 @@ class DemoRun:
             return 409, demo_error("Run is not currently accepting steer input", "run_not_accepting_steer")
         self.handed.append(said_last(str(body.get("input"))))
         self.emit("run.steered", accepted=True)
-        return 200, {"object": "hermes.run.steer", "run_id": self.status["run_id"], "accepted": True}
+        return 200, {"object": "hermes.run.steer", "run_id": self.id, "accepted": True}
 
     def take_stop(self, body: Json) -> tuple[int, Json]:
         """Let it stop; the scene sees to it."""
         if not self.is_in(*FINISH_REASONS):
             self.pending, self.status["status"] = "", "stopping"
             self.hermes.changed.notify_all()
-        return 200, {"run_id": self.status["run_id"], "status": self.status["status"]}
+        return 200, {"run_id": self.id, "status": self.status["status"]}
 
 
 class DemoHermes(ThreadingHTTPServer):
@@ -4284,25 +4268,20 @@ class DemoHermes(ThreadingHTTPServer):
         self.url, self.key = f"http://127.0.0.1:{self.server_port}", secrets.token_hex(24)
         self.pace, self.approval_seconds = pace, approval_seconds
         self.changed = threading.Condition()  # guards the runs
-        self.runs: OrderedDict[str, tuple[str, DemoRun]] = OrderedDict()  # by id, with their keys
+        self.runs: OrderedDict[str, DemoRun] = OrderedDict()  # by id
         in_background(self.serve_forever, 0.05)
-
-    def find(self, run_id: str) -> DemoRun | None:
-        """The run of an id."""
-        return self.runs[run_id][1] if run_id in self.runs else None
 
     def start(self, body: Json, key: str) -> Json:
         """Start a run, or find the one that this key has started."""
-        for known, run in self.runs.values():
-            if known == key:
-                return {"run_id": run.status["run_id"], "status": run.status["status"], "replayed": True}
-        run_id = f"run_{secrets.token_hex(16)}"
-        run = DemoRun(self, run_id, body)
-        self.runs[run_id] = key, run
+        for run in self.runs.values():
+            if run.key == key:
+                return {"run_id": run.id, "status": run.status["status"], "replayed": True}
+        run = DemoRun(self, body, key)
+        self.runs[run.id] = run
         if len(self.runs) > RUNS_LIMIT:
             self.runs.popitem(last=False)
         in_background(run.work)
-        return {"run_id": run_id, "status": "started", "replayed": False}
+        return {"run_id": run.id, "status": "started", "replayed": False}
 
 
 def demo_error(message: str, code: str) -> Json:
@@ -4323,8 +4302,8 @@ class DemoHandler(BaseHTTPRequestHandler):
         with contextlib.suppress(*CLIENT_GONE):
             if self.headers.get("Authorization") != f"Bearer {self.server.key}":
                 self.send(401, demo_error("Invalid API key", "gateway_auth_failed"))
-            elif match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path):
-                self.send_events(self.server.find(match[1]))
+            elif (match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path)) and match[1] in self.server.runs:
+                self.send_events(self.server.runs[match[1]])
             else:
                 with self.server.changed:
                     status, answer = self.respond(body)
@@ -4340,17 +4319,14 @@ class DemoHandler(BaseHTTPRequestHandler):
         if (self.command, self.path) == ("POST", "/v1/runs"):
             return 202, self.server.start(body, self.headers.get("Idempotency-Key", ""))
         match = re.fullmatch(r"/v1/runs/(\w+)(?:/(stop|steer|approval))?", self.path)
-        run = self.server.find(match[1]) if match else None
+        run = self.server.runs.get(match[1]) if match else None
         if not match or not run:
             return 404, demo_error("Not found", "run_not_found")
         takes = {"stop": run.take_stop, "steer": run.take_words, "approval": run.take_answer}
         return takes[match[2]](body) if match[2] else (200, dict(run.status))
 
-    def send_events(self, run: DemoRun | None) -> None:
+    def send_events(self, run: DemoRun) -> None:
         """Send a run's events from the first one on, until its end or the client's."""
-        if run is None:
-            self.send(404, demo_error("Not found", "run_not_found"))
-            return
         self.send_head(200, "text/event-stream")
         self.wfile.write(b": open\n\n")
         sent, over = 0, False
@@ -4386,12 +4362,10 @@ FILES_WANTED = 4096  # descriptors; twice the connections, and room for runs
 class LogFormat(logging.Formatter):
     """Time in UTC, level, message, and under a bug's line where it happened."""
 
+    converter = time.gmtime
+
     def __init__(self) -> None:
         super().__init__("%(asctime)sZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        """The record's time in UTC."""
-        return time.strftime(str(datefmt), time.gmtime(record.created))
 
     def formatException(self, ei: Any) -> str:
         """The traceback, indented and escaped: what an exception quotes must not look like a line."""
@@ -4435,11 +4409,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tls-cert", type=Path, metavar="FILE", help="certificate chain in PEM: serve HTTPS")
     add("--tls-key", type=Path, metavar="FILE", help="its key; default: in the same file")
     add("--config", type=Path, metavar="FILE", help="JSON, see config.example.json")
-    add(
-        "--state",
-        metavar="DIR",
-        help="where the journal lies, or: none; default: systemd's or ~/.local/state",
-    )
+    add("--state", metavar="DIR", help="the journal's folder, or: none; default: systemd's or ~/.local/state")
     add("--static", type=Path, metavar="DIR", help="the page's files; default: those that came along")
     add("--demo", action="store_true", help="try it without keys: the voice and Hermes are stand-ins")
     add("--log", choices=[*LOG_FORMATS], default="text", help="how the log is written; default %(default)s")
@@ -4454,6 +4424,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.demo and (args.check or args.pair is not None):
         parser.error("--demo goes neither with --check nor with --pair")
     return args
+
+
+def url_at(host: str, port: int, secure: bool) -> str:
+    """The page's URL at an address."""
+    return f"http{'s' * secure}://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def page_folder(given: Path | None) -> Path:
@@ -4512,14 +4487,14 @@ def raise_file_limit() -> int:
         import resource  # there is none on Windows
     except ImportError:
         return FILES_WANTED
-    soft, hard = (FILES_WANTED if limit == resource.RLIM_INFINITY else limit
-                  for limit in resource.getrlimit(resource.RLIMIT_NOFILE))  # fmt: skip
-    if soft >= min(FILES_WANTED, hard):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (FILES_WANTED if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    wanted = min(FILES_WANTED, hard)
+    if soft >= wanted:
         return soft
-    with contextlib.suppress(OSError, ValueError):
-        hardest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES_WANTED, hard), hardest))
-        return min(FILES_WANTED, hard)
+    with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
+        return wanted
     return soft
 
 
@@ -4536,11 +4511,8 @@ def check_demo(args: argparse.Namespace, host: str) -> list[str]:
         "--openai-base-url": args.openai_base_url != DEFAULT_OPENAI_URL,
         "--openai-key-file": args.openai_key_file,
     }
-    problems = [
-        f"{flag}: a demo uses no service and no key; leave out this, or --demo"
-        for flag in services
-        if services[flag]
-    ]
+    advice = "a demo uses no service and no key; leave out this, or --demo"
+    problems = [f"{flag}: {advice}" for flag, given in services.items() if given]
     if not is_loopback(host):
         problems.append(f"--listen {args.listen}: a demo is for this machine only; give 127.0.0.1")
     return problems
@@ -4555,11 +4527,13 @@ def find_certificate(chain: Path | None, key: Path | None) -> Certificate | None
 
 @dataclass(frozen=True)
 class Settings:
-    """What is read at the start, and again on SIGHUP."""
+    """What is read at the start, and again on SIGHUP. A demo has neither service."""
 
     config: Config
     warnings: list[str]
-    secrets: Secrets
+    access: str | None = field(repr=False)  # the token the page must show; None: it needs none
+    openai: OpenAI | None
+    hermes: Hermes | None
     page: dict[str, tuple[str, bytes]]
     certificate: Certificate | None
     address: tuple[str, int]
@@ -4592,29 +4566,27 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
     problems += check_exposure(args, host, access)
     if problems:
         raise ConfigError(problems)
-    keys = Secrets(openai_key, hermes_key, access or None)
-    return Settings(config, warnings, keys, page, certificate, (host, port))
+    openai = None if args.demo else OpenAI(args.openai_base_url, openai_key)
+    hermes = None if args.demo else Hermes(args.hermes_url, hermes_key)
+    return Settings(config, warnings, access or None, openai, hermes, page, certificate, (host, port))
 
 
 def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Server, list[str]]:
     """The server, listening, and the warnings. Raise ConfigError with every problem."""
     settings = read_settings(args, environ)
-    keys = settings.secrets
-    journal = open_journal(
-        args.state or ("none" if args.demo else None), settings.config.history_days, environ
-    )
-    demo = DemoHermes() if args.demo else None
-    openai = None if demo else OpenAI(args.openai_base_url, keys.openai)
-    hermes = Hermes(demo.url, demo.key) if demo else Hermes(args.hermes_url, keys.hermes)
-    app = App(settings.config, keys.access, openai, hermes, journal)
+    state = args.state or ("none" if args.demo else None)
+    journal = open_journal(state, settings.config.history_days, environ)
+    hermes = settings.hermes
+    if hermes is None:
+        demo = DemoHermes()
+        hermes = Hermes(demo.url, demo.key)
+    app = App(settings.config, settings.access, settings.openai, hermes, journal)
+    room, certificate = connections_for(raise_file_limit()), settings.certificate
     try:
-        connections = connections_for(raise_file_limit())
-        server = Server(
-            settings.address, app, settings.page, certificate=settings.certificate, connections=connections
-        )
+        server = Server(settings.address, app, settings.page, certificate=certificate, connections=room)
         return server, settings.warnings
     except (OSError, UnicodeError) as error:
-        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        taken = getattr(error, "errno", 0) == errno.EADDRINUSE
         why = "the port is taken; is it running already?" if taken else getattr(error, "strerror", error)
         raise ConfigError([f"--listen {args.listen}: {why}"]) from None
 
@@ -4625,20 +4597,16 @@ def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str])
     notify(environ, "RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
     try:
         settings = read_settings(args, environ)
-        keys = settings.secrets
-        if app.access and not keys.access:
+        if app.access and not settings.access:
             raise ConfigError(["the access token is gone; to serve without one, start it again"])
     except (ConfigError, OSError) as error:
         for problem in getattr(error, "problems", [error]):
             log_event("reload.refused", logging.WARNING, kept="the old settings", problem=problem)
     else:
         # A request under way ends with the upstream, and so the key, that it began with.
-        if not args.demo:
-            app.openai = OpenAI(args.openai_base_url, keys.openai)
-            app.hermes = Hermes(args.hermes_url, keys.hermes)
-        app.config, app.access = settings.config, keys.access
+        app.openai, app.hermes = settings.openai, settings.hermes or app.hermes
+        app.config, app.access = settings.config, settings.access
         server.page, server.certificate = settings.page, settings.certificate
-        server.names = {settings.address[0].lower(), *settings.config.public_hosts}
         for warning in settings.warnings:
             log_event("reload.warned", logging.WARNING, warning=warning)
         log_event("server.reloaded", token="needed" if app.access else "none")
@@ -4689,6 +4657,7 @@ def wait_for_end(at_terminal: bool, again: Callable[[], None]) -> None:
 CHECK_SECONDS = 10  # for all of it
 ASK_SECONDS = 5  # to connect, and between two bytes; a cold Hermes blocks its loop for 2.5 s
 CLOCK_SECONDS = 60  # clocks that are further apart make logs and certificates hard to trust
+CERTIFICATE_DAYS = 14  # less is told; what renews certificates by itself does so earlier
 NO_KEY = "no-key-is-known"  # what an upstream is shown then
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"  # a problem: no call would work
@@ -4802,10 +4771,34 @@ def check_config(checkup: Checkup) -> Seen:
         yield WARNING, *text_and_advice(warning)
 
 
+def certificate_fault(certificate: Certificate) -> str:
+    """Why browsers do not trust a certificate, or soon will not; "" if there is time.
+
+    Its dates are told to who trusts it in a handshake, so it makes one with itself.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.load_verify_locations(certificate.chain)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # no authority is needed above it
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    near, far = client.wrap_bio(back, there), certificate.context().wrap_bio(there, back, server_side=True)
+    try:
+        for end in (near, far, near):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message
+    ends = ssl.cert_time_to_seconds(str((near.getpeercert() or {})["notAfter"]))
+    days = int((ends - time.time()) / 86400)
+    return f"certificate expires in {days} days" if days < CERTIFICATE_DAYS else ""
+
+
 def check_certificate(checkup: Checkup) -> Seen:
-    """The certificate for HTTPS, if there is to be one."""
-    if find_certificate(checkup.args.tls_cert, checkup.args.tls_key):
-        yield OK, f"in {checkup.args.tls_cert}, and its key belongs to it", ""
+    """The certificate for HTTPS, if there is to be one, and whether it is valid for long enough."""
+    if certificate := find_certificate(checkup.args.tls_cert, checkup.args.tls_key):
+        yield OK, f"in {certificate.chain}, and its key belongs to it", ""
+        if fault := certificate_fault(certificate):
+            yield WARNING, fault, "make a new one, which is taken over without a restart"
 
 
 def check_page(checkup: Checkup) -> Seen:
@@ -4824,28 +4817,23 @@ FIRST_STEPS = {
 TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
 
 
-def check_secret(name: str) -> Callable[[Checkup], Seen]:
-    """The check of one secret: whether it is there, and who else can read it."""
-
-    def check(checkup: Checkup) -> Seen:
-        try:
-            secret = secret_of(name, checkup.args, checkup.environ)
-        except ConfigError as error:
-            missing, advice = text_and_advice(error.problems[0])
-            yield PROBLEM, missing, FIRST_STEPS[name] if "not given" in missing else advice
-            return
-        systemd = (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
-        path = (
-            getattr(checkup.args, f"{name.replace('-', '_')}_file") or hermes_home(checkup.environ) / ".env"
-        )
-        if not secret:
-            yield OK, "none, so whoever reaches the page drives Hermes", ""
-        elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
-        else:
-            yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
-
-    return check
+def check_secret(name: str, checkup: Checkup) -> Seen:
+    """One secret: whether it is there, and who else can read it."""
+    try:
+        secret = secret_of(name, checkup.args, checkup.environ)
+    except ConfigError as error:
+        missing, advice = text_and_advice(error.problems[0])
+        yield PROBLEM, missing, FIRST_STEPS[name] if "not given" in missing else advice
+        return
+    given = getattr(checkup.args, f"{name.replace('-', '_')}_file")
+    path = given or hermes_home(checkup.environ) / ".env"
+    systemd = not given and (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
+    if not secret:
+        yield OK, "none, so whoever reaches the page drives Hermes", ""
+    elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
+    else:
+        yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
 
 
 def check_state(checkup: Checkup) -> Seen:
@@ -4895,8 +4883,7 @@ def check_port(checkup: Checkup) -> Seen:
 def is_ours(host: str, port: int) -> bool:
     """Whether a hermes-voice answers there."""
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    named = f"[{here}]" if ":" in here else here
-    server = Upstream("hermes-voice", f"http://{named}:{port}", NO_KEY)
+    server = Upstream("hermes-voice", url_at(here, port, secure=False), NO_KEY)
     server.connect_seconds = server.read_seconds = ASK_SECONDS
     try:
         answer = server.call("GET", "/healthz")
@@ -4962,26 +4949,39 @@ APPROVAL_MODES = {
     "smart": (OK, "smart: a model of Hermes's lets pass what it finds harmless, the rest asks you", ""),
     "off": (WARNING, "off: nothing asks you, and what was misheard is done",
             "set approvals.mode to smart or manual in Hermes's config.yaml"),
-    "": (OK, "cannot be seen from here; Hermes's default is smart", ""),
 }  # fmt: skip
+
+
+def approval_setting(text: str, name: str) -> str:
+    """A setting below `approvals` in the text of Hermes's config.yaml, lower case; "" if there is none."""
+    block = _APPROVALS.search(re.sub(r"(?m)(?:^|[ \t])#.*", "", text))
+    found = re.search(rf"""\b{name}["']?\s*:\s*["']?(\w+)""", block[1]) if block else None
+    return found[1].lower() if found else ""
 
 
 def approval_mode(text: str) -> str:
     """The approval mode in the text of Hermes's config.yaml."""
-    block = _APPROVALS.search(re.sub(r"(?m)(?:^|[ \t])#.*", "", text))
-    found = re.search(r"""\bmode["']?\s*:\s*["']?(\w+)""", block[1]) if block else None
-    mode = found[1].lower() if found else "smart"
+    mode = approval_setting(text, "mode") or "smart"
     return "off" if mode in ("false", "no") else mode  # to YAML a bare off is false
 
 
 def check_approvals(checkup: Checkup) -> Seen:
-    """When Hermes asks before it acts, if its settings are here."""
-    mode, url = "", checkup.args.hermes_url
+    """When Hermes asks before it acts, and how long it waits for an answer, if its settings are here."""
+    text, url = None, checkup.args.hermes_url
     if not check_url(url, "") and is_loopback(str(urllib.parse.urlsplit(url).hostname)):
         with contextlib.suppress(OSError):
             path = hermes_home(checkup.environ) / "config.yaml"
-            mode = approval_mode(path.read_text(encoding="utf-8", errors="replace"))
+            text = path.read_text(encoding="utf-8", errors="replace")
+    if text is None:
+        yield OK, "cannot be seen from here; Hermes's default is smart", ""
+        return
+    mode = approval_mode(text)
     yield APPROVAL_MODES.get(mode, (WARNING, f"{mode}: not known here", "see Hermes's documentation"))
+    theirs, usual = approval_setting(text, "timeout"), APPROVAL_SECONDS[True]
+    ours = checkup.config.approval_seconds
+    if re.fullmatch("[0-9]{0,9}", theirs) and int(theirs or usual) != (ours or usual):
+        differ = f"Hermes's approvals.timeout is {theirs or 'not set'}, approval_seconds is {ours}"
+        yield WARNING, differ, f"set approval_seconds to {theirs or 0}"
 
 
 def check_openai(checkup: Checkup) -> Seen:
@@ -5025,9 +5025,9 @@ CHECKS: dict[str, Callable[[Checkup], Seen]] = {
     "config": check_config,
     "page": check_page,
     "certificate": check_certificate,
-    "OpenAI key": check_secret("openai-key"),
-    "Hermes key": check_secret("hermes-key"),
-    "access token": check_secret("access-token"),
+    "OpenAI key": lambda checkup: check_secret("openai-key", checkup),
+    "Hermes key": lambda checkup: check_secret("hermes-key", checkup),
+    "access token": lambda checkup: check_secret("access-token", checkup),
     "journal": check_state,
     "port": check_port,
     "reach": check_reach,
@@ -5107,28 +5107,25 @@ def page_url(given: str, public_hosts: Sequence[str], host: str, port: int, secu
         return f"https://{public_hosts[0]}{f':{port}' if secure and port != 443 else ''}/"
     if not port or (is_address(host) and ipaddress.ip_address(host).is_unspecified):
         raise ConfigError([f"--pair: --listen names no address to open; give the page's URL: {example}"])
-    return f"http{'s' * secure}://{f'[{host}]' if ':' in host else host}:{port}/"
+    return url_at(host, port, secure)
 
 
 def qr_check(data: bytes) -> bytes:
     """The Reed-Solomon codewords of a QR code's data."""
-    powers = [1]
-    while len(powers) < 255:
-        powers.append(powers[-1] << 1 ^ (0x11D if powers[-1] > 127 else 0))
-    logs = {power: number for number, power in enumerate(powers)}
 
-    def times(a: int, b: int) -> int:
-        return powers[(logs[a] + logs[b]) % 255] if a and b else 0
+    def times(a: int, b: int) -> int:  # in GF(256), whose polynomial is 0x11D
+        doubled = b << 1 ^ (0x11D if b > 127 else 0)
+        return times(a >> 1, doubled) ^ (a & 1) * b if a else 0
 
-    divisor = [1]
-    for root in powers[:QR_CHECK]:
+    divisor, root = [1], 1
+    for _ in range(QR_CHECK):
         divisor = [a ^ times(b, root) for a, b in zip([*divisor, 0], [0, *divisor], strict=True)]
-    rest = [*data, *bytes(QR_CHECK)]
-    for at in range(len(data)):
-        factor = rest[at]
-        for step, part in enumerate(divisor):
-            rest[at + step] ^= times(part, factor)
-    return bytes(rest[-QR_CHECK:])
+        root = times(root, 2)
+    rest = [0] * QR_CHECK
+    for byte in data:
+        first, *others = rest
+        rest = [a ^ times(b, byte ^ first) for a, b in zip([*others, 0], divisor[1:], strict=True)]
+    return bytes(rest)
 
 
 def qr_frame() -> dict[tuple[int, int], bool]:
@@ -5209,20 +5206,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str, str] | None = None) -> None:
+def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str, str] = {}) -> None:
     """Serve until the wait is over, then let the streams end."""
-    environ = environ or {}
     app = server.app
-    host, port = str(server.server_address[0]), server.server_address[1]
-    named = f"[{host}]" if ":" in host else host
+    url = url_at(str(server.server_address[0]), server.server_address[1], server.certificate is not None)
     resume_runs(app)
     resume_session(app)
     in_background(forget_daily, app)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
-    scheme = "https" if server.certificate else "http"
-    log_event("server.listening", url=f"{scheme}://{named}:{port}/",
-              token="needed" if app.access else "none")  # fmt: skip
+    log_event("server.listening", url=url, token="needed" if app.access else "none")
     notify(environ, "READY=1")
     if seconds := watchdog_seconds(environ, os.getpid()):
         in_background(report_life, server, environ, seconds)

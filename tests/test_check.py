@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sqlite3
+import subprocess
 import threading
 import time
 from email.utils import formatdate
@@ -243,6 +244,45 @@ def test_keys_of_systemd_and_of_hermess_env_are_found(desk, monkeypatch, hermes,
     dotenv = "~/.hermes/.env"
     assert desk.said("Hermes key") == [
         f"warning: others than its owner may use {dotenv}; run: chmod 600 {dotenv}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("days", "said"),
+    [
+        (60, None),
+        (9, "certificate expires in 8 days"),  # and some hours
+        (-1, "certificate has expired"),
+    ],
+)
+def test_a_certificate_that_runs_out_is_told(desk, openssl_path, days, said):
+    folder = desk.folder / "tls"
+    folder.mkdir()
+    for command in (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout key -out new -subj /CN=x",
+        f"x509 -days {days} -in new -signkey key -out cert",
+    ):
+        subprocess.run([openssl_path, *command.split()], cwd=folder, check=True, capture_output=True)
+    os.chmod(folder / "key", 0o600)
+
+    assert desk.check(tls_cert=str(folder / "cert"), tls_key=str(folder / "key")) == 0
+
+    first, *more = desk.said("certificate")
+    assert first == "ok: in ~/tls/cert, and its key belongs to it"
+    advice = "make a new one, which is taken over without a restart"
+    assert more == ([f"warning: {said}; {advice}"] if said else [])
+
+
+def test_a_file_that_is_named_is_looked_at_although_systemd_has_one_too(desk, monkeypatch):
+    desk.write("credentials/openai-key", "canary-of-systemd")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(desk.folder / "credentials"))
+    os.chmod(desk.flags["--openai-key-file"], 0o640)
+
+    assert desk.check() == 0
+
+    named = "~/openai-key"
+    assert desk.said("OpenAI key") == [
+        f"warning: others than its owner may use {named}; run: chmod 600 {named}"
     ]
 
 
@@ -568,6 +608,31 @@ def test_what_the_approval_mode_means_is_told(desk, mode):
             "odd": ["warning: odd: not known here; see Hermes's documentation"],
         }[mode]
     )
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds", "told"),
+    [
+        (None, 0, None),
+        (300, 0, None),
+        (90, 90, None),
+        ("soon", 0, None),
+        (90, 0, "Hermes's approvals.timeout is 90, approval_seconds is 0; set approval_seconds to 90"),
+        (600, 90, "Hermes's approvals.timeout is 600, approval_seconds is 90; set approval_seconds to 600"),
+        (
+            None,
+            90,
+            "Hermes's approvals.timeout is not set, approval_seconds is 90; set approval_seconds to 0",
+        ),
+    ],
+)
+def test_how_long_hermes_waits_for_an_answer_is_compared(desk, timeout, seconds, told):
+    line = f"  timeout: {timeout}\n" if timeout else ""
+    desk.write(".hermes/config.yaml", f"timeout: 7\napprovals:\n  mode: manual\n{line}")
+
+    assert desk.check(config=desk.write("config.json", json.dumps({"approval_seconds": seconds}))) == 0
+
+    assert desk.said("approvals")[1:] == ([f"warning: {told}"] if told else [])
 
 
 def test_the_settings_of_this_computers_hermes_say_nothing_about_another_one(desk):

@@ -230,7 +230,7 @@ def test_whether_a_client_is_gone_is_known_while_it_is_answered(build, monkeypat
         ended.set()
         return Reply({})
 
-    monkeypatch.setattr("hermes_voice._PATTERNS", [("POST", re.compile("/ask"), asking, False)])
+    monkeypatch.setattr("hermes_voice._PATTERNS", [("POST", re.compile("/ask"), asking)])
     connection = house.connect()
     connection.sendall(b"POST /ask HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                        b"Content-Length: 2\r\n\r\n{}")  # fmt: skip

@@ -17,6 +17,7 @@ from scripted_hermes import CLOSED, CUT, HANG, REFUSED, RESET, ScriptedHermes, e
 
 from hermes_voice import (
     ANSWER_LIMIT,
+    ConfigError,
     Garbled,
     Hermes,
     OpenAI,
@@ -178,6 +179,18 @@ def test_a_hang_up_that_is_not_confirmed_is_an_error(serve):
         OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1")
 
     assert caught.value.code == "openai_hangup"
+
+
+@pytest.mark.parametrize("accept", [{}, {"Sec-WebSocket-Accept": "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="}])
+def test_who_speaks_no_websocket_is_not_believed_about_a_close(serve, accept):
+    """An answer to somebody else's handshake, or to any request."""
+    said = frame(TEXT, b'{"type": "session.closed"}') + frame(CLOSE, b"")
+    attached = reply(101, said, {"Upgrade": "websocket", "Connection": "Upgrade", **accept})
+    openai = serve({("POST", "/v1/live/sessions/*/hangup"): [reply(405)],
+                    ("GET", "/v1/live/sessions/*/attach"): [attached]})  # fmt: skip
+
+    with pytest.raises(Refused, match="did not confirm"):
+        OpenAI(f"{openai.url}/v1", KEY).hang_up("live_1")
 
 
 def frame(kind, payload, last=True):
@@ -437,6 +450,18 @@ def test_an_upstream_that_hangs_is_given_up(serve, hung):
     assert len(upstream.seen) == 2
 
 
+def test_an_answer_that_trickles_is_given_up(serve):
+    """Each of its bytes comes in time, all of them do not."""
+    hermes = serve({("GET", "/v1/runs/*"): [stream('{"status":', '"running"}')]})
+    client = Hermes(hermes.url, KEY)
+    client.answer_seconds = 0
+
+    with pytest.raises(Unreachable) as caught:
+        client.status("run_1")
+
+    assert_unreachable(caught.value, "did not answer", arrived=True)
+
+
 def assert_unreachable(error, words, arrived):
     assert error.code in ("openai_unreachable", "hermes_unreachable")
     assert (error.status, error.answered, error.arrived) == (504, None, arrived)
@@ -546,6 +571,14 @@ def test_a_proxy_that_says_no_did_not_carry_the_request(serve, proxy):
 
     assert_unreachable(caught.value, "cannot be reached", arrived=False)
     assert openai.seen == []
+
+
+@pytest.mark.parametrize("named", ["http://proxy:port", "proxy:70000", "http://:3128", "http://"])
+def test_a_proxy_that_is_no_address_is_named_at_the_start(monkeypatch, proxy, named):
+    monkeypatch.setenv("https_proxy", named)
+
+    with pytest.raises(ConfigError, match="https_proxy in the environment"):
+        OpenAI("https://api.openai.example/v1", KEY)
 
 
 class RawServer:
