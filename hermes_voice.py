@@ -3950,7 +3950,6 @@ class Handler(BaseHTTPRequestHandler):
         """Wait for a request, within its time, and serve it."""
         self.incoming.until = time.monotonic() + self.server.request_seconds
         self.rfile.left = HEAD_LIMIT
-        self.server.mark(self.connection, time.monotonic())
         try:
             super().handle_one_request()
         except VoiceError as error:
@@ -3960,10 +3959,11 @@ class Handler(BaseHTTPRequestHandler):
             self.server.warn("tls.failed", self.client_address[0], reason=error.reason)
             if error.reason == "HTTP_REQUEST":
                 socket.socket.sendall(self.connection, PLAIN_HTTP_REPLY)  # not SSLSocket's
+        finally:
+            self.server.mark(self.connection, time.monotonic())
 
     def finish(self) -> None:
         """Read on until the client has closed, within limits."""
-        self.server.mark(self.connection, time.monotonic())
         if isinstance(self.connection, ssl.SSLSocket):
             self.connection.settimeout(0)
             with contextlib.suppress(OSError, ValueError):
