@@ -574,6 +574,7 @@ def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[st
     try:
         value = dotenv_value(dotenv.read_text(encoding="utf-8", errors="replace"), variable)
         if value:
+            check_private(dotenv, f"{variable} of", dotenv.stat().st_mode)
             return checked_secret(value)
     except FileNotFoundError:
         pass
@@ -2317,6 +2318,10 @@ OPENAI_REFUSALS = {
 OPENAI_STATUSES = {
     401: ("openai_key_refused", "OpenAI refused the API key. Check the OpenAI key file."),
     403: _NO_ACCESS,
+    404: (
+        "openai_not_found",
+        "OpenAI has no Live API there. Check --openai-base-url, and the project's access to {model}.",
+    ),
     429: ("openai_rate_limit", "OpenAI is limiting calls. Try again in {wait}."),
     400: ("openai_settings_refused", "OpenAI did not accept the call's settings. The log says which."),
 }
@@ -4754,7 +4759,7 @@ def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str])
         server.page, server.certificate = settings.page, settings.certificate
         server.names = {settings.address[0].lower(), *settings.config.public_hosts}
         for warning in settings.warnings:
-            log_event("reload.warned", logging.WARNING, warning=warning)
+            log_event("config.warned", logging.WARNING, warning=warning)
         log_event("server.reloaded", token="needed" if app.access else "none")
     notify(environ, "READY=1")
 
@@ -5311,9 +5316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"hermes-voice: error: {problem}", file=sys.stderr)
         return 2
-    for warning in warnings:
-        print(f"hermes-voice: warning: {warning}", file=sys.stderr)
     log_event("server.starting", version=__version__)
+    for warning in warnings:
+        log_event("config.warned", logging.WARNING, warning=warning)
     # A handler could come too late for a main thread that is just going to sleep.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     at_terminal = sys.stderr.isatty()
