@@ -3533,7 +3533,9 @@ def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
 # out, nor who reads nothing of the page.
 
 BODY_LIMIT = 256 << 10  # bytes
-HEAD_LIMIT = 128 << 10  # bytes; http.client alone would take a hundred headers of 64 KiB
+# Bytes of a head, and of a body without the token. http.client alone would take a hundred
+# headers of 64 KiB from anybody.
+HEAD_LIMIT = 32 << 10
 REQUEST_SECONDS = 30  # until a request is complete, and for each write of its answer
 # After an answer that ends a connection, what the client still sends is read: closing on
 # it would reset the answer away.
@@ -3920,13 +3922,13 @@ class Incoming(socket.SocketIO):
 
 
 class Lines(io.BufferedReader):
-    """Reads a head line by line, `left` bytes at most."""
+    """Reads a head line by line, `left` bytes at most, whatever http.client would take."""
 
     left = HEAD_LIMIT
 
     def readline(self, size: int | None = -1) -> bytes:
         """One line, or raise TooLarge or BadRequest."""
-        line = super().readline(size)
+        line = super().readline(self.left + 1)
         self.left -= len(line)
         if self.left < 0:
             raise TooLarge("The request's headers are too long.", status=431)
@@ -4090,8 +4092,9 @@ class Handler(BaseHTTPRequestHandler):
         if not plain or "Transfer-Encoding" in self.headers:
             raise BadRequest("The body must come with one Content-Length.", status=411, code="no_length")
         length = int(lengths[0])
-        if length > BODY_LIMIT:
-            raise TooLarge(f"The body must have at most {BODY_LIMIT} bytes.")
+        limit = BODY_LIMIT if self.admitted else HEAD_LIMIT
+        if length > limit:
+            raise TooLarge(f"The body must have at most {limit} bytes.")
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()

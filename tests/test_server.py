@@ -25,6 +25,7 @@ from hermes_voice import (
     ACCEPT_PAUSE,
     BODY_LIMIT,
     CONNECTIONS_MOST,
+    HEAD_LIMIT,
     LEAVING_MOST,
     LINGER_LIMIT,
     ROUTES,
@@ -943,10 +944,11 @@ def kinds_of_answers(house):
     yield 400, house.raw(b"GET / HTTP/1.1 and more\r\n\r\n")
     yield 400, house.raw(b"GET / HTTP/x\r\n\r\n")
     yield 400, house.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls\r\n\r\n")
-    yield 414, house.raw(b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n")
-    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n")
+    yield 413, house.ask("POST", "/pair", b" " * (HEAD_LIMIT + 1), Authorization=None)
+    yield 431, house.raw(b"GET /" + b"x" * HEAD_LIMIT + b" HTTP/1.1\r\n\r\n")
+    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * HEAD_LIMIT + b"\r\n\r\n")
     yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n")
-    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + (b"X: %060000d\r\n" % 0) * 3 + b"\r\n")
+    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: %01000d\r\n" % 0 * 40 + b"\r\n")
     yield 501, house.raw(b"TRACE / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     yield 505, house.raw(b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n")
     yield 505, house.raw(b"GET / HTTP/1.10\r\nHost: localhost\r\n\r\n")
