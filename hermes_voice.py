@@ -519,6 +519,7 @@ def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[st
     try:
         value = dotenv_value(dotenv.read_text(encoding="utf-8", errors="replace"), variable)
         if value:
+            check_private(dotenv, f"{variable} of", dotenv.stat().st_mode)
             return checked_secret(value)
     except FileNotFoundError:
         pass
@@ -2247,6 +2248,10 @@ OPENAI_REFUSALS = {
 OPENAI_STATUSES = {
     401: ("openai_key_refused", "OpenAI refused the API key. Check the OpenAI key file."),
     403: _NO_ACCESS,
+    404: (
+        "openai_not_found",
+        "OpenAI has no Live API there. Check --openai-base-url, and the project's access to {model}.",
+    ),
     429: ("openai_rate_limit", "OpenAI is limiting calls. Try again in {wait}."),
     400: ("openai_settings_refused", "OpenAI did not accept the call's settings. The log says which."),
 }
@@ -3430,9 +3435,13 @@ def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
 # the token must be right, unless the path is open. An error becomes HTTP in one place.
 #
 # A connection has a thread. There are only so many: over the cap the one that has waited
-# longest without a complete request is closed, so that who sends nothing keeps nobody out.
+# longest without a request that was let in is closed, so that who sends nothing keeps nobody
+# out, nor who reads nothing of the page.
 
 BODY_LIMIT = 256 << 10  # bytes
+# Bytes of a head, and of a body without the token. http.client alone would take a hundred
+# headers of 64 KiB from anybody.
+HEAD_LIMIT = 32 << 10
 REQUEST_SECONDS = 30  # until a request is complete, and for each write of its answer
 # After an answer that ends a connection, what the client still sends is read: closing on
 # it would reset the answer away.
@@ -3700,7 +3709,7 @@ class Server(ThreadingHTTPServer):
         self.app, self.page, self.request_seconds = app, page, request_seconds
         self.certificate = certificate
         self.connections = connections
-        # Since when each connection has waited for a complete request; None: it has one.
+        # Since when each connection has waited for a request to be let in; None: it has one.
         self.waiting: dict[socket.socket, float | None] = {}
         self.leaving: deque[tuple[float, socket.socket]] = deque()  # turned away; when to close
         self.wrong_tokens, self.warnings = WrongTokens(), Warnings()
@@ -3743,13 +3752,13 @@ class Server(ThreadingHTTPServer):
             self.turn_away(request, client_address[0])
 
     def mark(self, connection: socket.socket, since: float | None, new: bool = False) -> None:
-        """Note that a connection waits for a request, or (None) that it has one."""
+        """Note that a connection waits for a request, or (None) that one was let in."""
         with self.counting:
             if new or connection in self.waiting:  # it may have been closed to make room
                 self.waiting[connection] = since
 
     def make_room(self) -> bool:
-        """Close the connection that has waited longest without a complete request, if any."""
+        """Close the connection that has waited longest without a request that was let in, if any."""
         with self.counting:
             waiting = [(since, which) for which, since in self.waiting.items() if since is not None]
             if not waiting:
@@ -3812,12 +3821,29 @@ class Incoming(socket.SocketIO):
         return self.connection.recv_into(buffer)
 
 
+class Lines(io.BufferedReader):
+    """Reads a head line by line, `left` bytes at most, whatever http.client would take."""
+
+    left = HEAD_LIMIT
+
+    def readline(self, size: int | None = -1) -> bytes:
+        """One line, or raise TooLarge or BadRequest."""
+        line = super().readline(self.left + 1)
+        self.left -= len(line)
+        if self.left < 0:
+            raise TooLarge("The request's headers are too long.", status=431)
+        # http.client takes a lone CR for a line's end, which a proxy in front may not do.
+        if b"\r" in line.removesuffix(b"\n").removesuffix(b"\r"):
+            raise BadRequest("The request's head holds a lone CR.")
+        return line
+
+
 class Handler(BaseHTTPRequestHandler):
     """HTTP on one side, handlers that know nothing of it on the other."""
 
     server: Server
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"  # 0.9 would have answers without a head
+    default_request_version = "HTTP/1.0"
     server_version, sys_version = "hermes-voice", ""
     disable_nagle_algorithm = True
 
@@ -3825,23 +3851,26 @@ class Handler(BaseHTTPRequestHandler):
         """Prepare for a connection's requests."""
         super().setup()
         self.incoming = Incoming(self.connection)
-        self.rfile: io.BufferedReader = io.BufferedReader(self.incoming)
+        self.rfile: Lines = Lines(self.incoming)
 
     def handle_one_request(self) -> None:
         """Wait for a request, within its time, and serve it."""
         self.incoming.until = time.monotonic() + self.server.request_seconds
-        self.server.mark(self.connection, time.monotonic())
+        self.rfile.left = HEAD_LIMIT
         try:
             super().handle_one_request()
+        except VoiceError as error:
+            self.send_error(error.status)
         except ssl.SSLError as error:
             self.close_connection = True
             self.server.warn("tls.failed", self.client_address[0], reason=error.reason)
             if error.reason == "HTTP_REQUEST":
                 socket.socket.sendall(self.connection, PLAIN_HTTP_REPLY)  # not SSLSocket's
+        finally:
+            self.server.mark(self.connection, time.monotonic())
 
     def finish(self) -> None:
         """Read on until the client has closed, within limits."""
-        self.server.mark(self.connection, time.monotonic())
         if isinstance(self.connection, ssl.SSLSocket):
             self.connection.settimeout(0)
             with contextlib.suppress(OSError, ValueError):
@@ -3856,6 +3885,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def serve(self) -> None:
         """Answer one request. Everything that can fail ends here."""
+        if self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
+            self.send_error(505)
+            return
         # Until its body is read, a kept connection would take it for the next request.
         self.close_connection = True
         self.unread = "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
@@ -3946,7 +3978,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def keep_alive(self) -> None:
         """Keep the connection, if the client wants that and no unread body is in the way."""
-        self.server.mark(self.connection, None)  # the request is complete
+        if self.admitted:
+            self.server.mark(self.connection, None)
         wanted = self.headers.get("Connection", "").lower()
         self.close_connection = self.unread or "close" in wanted or self.request_version < "HTTP/1.1"
 
@@ -3959,8 +3992,9 @@ class Handler(BaseHTTPRequestHandler):
         if not plain or "Transfer-Encoding" in self.headers:
             raise BadRequest("The body must come with one Content-Length.", status=411, code="no_length")
         length = int(lengths[0])
-        if length > BODY_LIMIT:
-            raise TooLarge(f"The body must have at most {BODY_LIMIT} bytes.")
+        limit = BODY_LIMIT if self.admitted else HEAD_LIMIT
+        if length > limit:
+            raise TooLarge(f"The body must have at most {limit} bytes.")
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()
@@ -4042,6 +4076,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class calls this for requests it cannot read."""
         self.close_connection = True
+        self.request_version = self.default_request_version  # 0.9 would have an answer without a head
         self.server.warn("request.malformed", self.client_address[0], status=int(code))
         reply = error_reply(BadRequest("The request could not be read.", status=int(code)))
         self.command, self.path = getattr(self, "command", None) or "", ""
@@ -4608,7 +4643,7 @@ def reload(server: Server, args: argparse.Namespace, environ: Mapping[str, str])
         app.config, app.access = settings.config, settings.access
         server.page, server.certificate = settings.page, settings.certificate
         for warning in settings.warnings:
-            log_event("reload.warned", logging.WARNING, warning=warning)
+            log_event("config.warned", logging.WARNING, warning=warning)
         log_event("server.reloaded", token="needed" if app.access else "none")
     notify(environ, "READY=1")
 
@@ -5194,9 +5229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"hermes-voice: error: {problem}", file=sys.stderr)
         return 2
-    for warning in warnings:
-        print(f"hermes-voice: warning: {warning}", file=sys.stderr)
     log_event("server.starting", version=__version__)
+    for warning in warnings:
+        log_event("config.warned", logging.WARNING, warning=warning)
     # A handler could come too late for a main thread that is just going to sleep.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     at_terminal = sys.stderr.isatty()

@@ -360,6 +360,7 @@ async function begin(why) {
   } catch (error) {
     const { message, status } = explained(error);
     if (status === 401) askForToken(why ? `${why} Or enter the token here.` : api.token ? "That token was not accepted. Check it and try again." : "This server asks for its access token.");
+    else if (status === 429) askForToken(message); // too many wrong ones; the right one is let in all the same
     else dispatch({ type: "notice", level: "error", text: message });
     redraw();
   }
@@ -384,7 +385,8 @@ view.bind({
   choose: (setting, value) => void choose(setting, value),
   forgetToken,
   token: (token, remember) => {
-    (remember ? localStorage : sessionStorage).setItem("token", token);
+    // A token is ASCII without spaces; copying brings along what nobody sees, and fetch would not send.
+    (remember ? localStorage : sessionStorage).setItem("token", token.replace(/[^!-~]/g, ""));
     void begin();
   },
 });

@@ -235,15 +235,21 @@ def test_a_secret_and_its_permissions_are_judged(desk, text, mode, said):
 
 def test_keys_of_systemd_and_of_hermess_env_are_found(desk, monkeypatch, hermes, openai):
     desk.write("credentials/openai-key", openai.key, 0o440)
-    desk.write(".hermes/.env", f"API_SERVER_KEY={hermes.key}\n", 0o644)
+    dotenv = desk.write(".hermes/.env", f"API_SERVER_KEY={hermes.key}\n", 0o640)
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(desk.folder / "credentials"))
 
     assert desk.check(openai_key_file=None, hermes_key_file=None) == 0
 
     assert desk.said("OpenAI key") == ["ok: from systemd"]
-    dotenv = "~/.hermes/.env"
     assert desk.said("Hermes key") == [
-        f"warning: others than its owner may use {dotenv}; run: chmod 600 {dotenv}"
+        "warning: others than its owner may use ~/.hermes/.env; run: chmod 600 ~/.hermes/.env"
+    ]
+
+    Path(dotenv).chmod(0o644)
+    assert desk.check(openai_key_file=None, hermes_key_file=None) == 1
+
+    assert desk.said("Hermes key") == [
+        "problem: API_SERVER_KEY of ~/.hermes/.env: every user can read it; run: chmod 600 ~/.hermes/.env"
     ]
 
 

@@ -451,9 +451,10 @@ def test_a_full_disk_takes_no_task_down(flags, tmp_path):
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_the_log_can_be_json_and_tell_all(flags, tmp_path, debug):
-    with Process([*flags(log="json"), *(["--debug"] if debug else [])], tmp_path) as sidecar:
-        sidecar.url = json.loads(sidecar.lines[1])["url"]
+def test_the_log_can_be_json_and_tell_all(flags, write, tmp_path, debug):
+    config = write("config.json", '{"voice": "cedra"}')
+    with Process([*flags(log="json", config=config), *(["--debug"] if debug else [])], tmp_path) as sidecar:
+        sidecar.url = json.loads(sidecar.lines[2])["url"]
         sidecar.get("healthz?x=1")
         assert sidecar.stop(signal.SIGTERM) == 0
 
@@ -464,7 +465,8 @@ def test_the_log_can_be_json_and_tell_all(flags, tmp_path, debug):
     assert [(line["level"], line["path"], line["status"]) for line in answered] == (
         [("DEBUG", "/healthz", 200)] if debug else []
     )
-    assert (events[0], events[1], events[-1]) == ("server.starting", "server.listening", "server.stopped")
+    assert events[:3] == ["server.starting", "config.warned", "server.listening"]
+    assert events[-1] == "server.stopped"
 
 
 def test_an_interrupt_ends_it_as_well(flags, tmp_path):

@@ -395,6 +395,7 @@ def hermes_home(folder, text, name=".hermes"):
     home = folder / name
     home.mkdir()
     (home / ".env").write_text(text)
+    (home / ".env").chmod(0o600)
     return home
 
 
@@ -451,6 +452,15 @@ def test_a_bad_key_in_hermes_env_is_named(tmp_path):
 
     assert problems_of(find, tmp_path) == [
         f"{tmp_path}/.hermes/.env: API_SERVER_KEY is too short for a secret; it needs 16 characters"
+    ]
+
+
+def test_an_env_that_every_user_can_read_is_refused(tmp_path):
+    path = hermes_home(tmp_path, f"API_SERVER_KEY={KEY}") / ".env"
+    path.chmod(0o644)
+
+    assert problems_of(find, tmp_path) == [
+        f"API_SERVER_KEY of {path}: every user can read it; run: chmod 600 {path}"
     ]
 
 

@@ -25,6 +25,7 @@ from hermes_voice import (
     ACCEPT_PAUSE,
     BODY_LIMIT,
     CONNECTIONS_MOST,
+    HEAD_LIMIT,
     LEAVING_MOST,
     LINGER_LIMIT,
     ROUTES,
@@ -943,11 +944,15 @@ def kinds_of_answers(house):
     yield 400, house.raw(b"GET / HTTP/1.1 and more\r\n\r\n")
     yield 400, house.raw(b"GET / HTTP/x\r\n\r\n")
     yield 400, house.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 tls\r\n\r\n")
-    yield 414, house.raw(b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n")
-    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n")
+    yield 413, house.ask("POST", "/pair", b" " * (HEAD_LIMIT + 1), Authorization=None)
+    yield 431, house.raw(b"GET /" + b"x" * HEAD_LIMIT + b" HTTP/1.1\r\n\r\n")
+    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * HEAD_LIMIT + b"\r\n\r\n")
     yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n")
+    yield 431, house.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: %01000d\r\n" % 0 * 40 + b"\r\n")
     yield 501, house.raw(b"TRACE / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     yield 505, house.raw(b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n")
+    yield 505, house.raw(b"GET / HTTP/1.10\r\nHost: localhost\r\n\r\n")
+    yield 505, house.raw(b"GET / HTTP/0.9\r\nHost: localhost\r\n\r\n")
     yield 200, house.delegate().response
 
 
@@ -1076,7 +1081,10 @@ def test_a_body_where_none_belongs_is_not_taken_for_the_next_request(house, path
         assert connection.at_end()
 
 
-@pytest.mark.parametrize("line", ["nonsense", "Content-Length : 5", "X Y: z", "\u00fc: 1"])
+@pytest.mark.parametrize(
+    "line",
+    ["nonsense", "Content-Length : 5", "X Y: z", "\u00fc: 1", "X: a\r", "X: a\rY: b", "\r"],
+)
 def test_headers_behind_a_malformed_line_are_not_overlooked(house, line):
     head = f"GET / HTTP/1.1\r\nHost: localhost\r\n{line}\r\nOrigin: http://evil.example\r\n\r\n"
     with house.connect() as connection:
@@ -1157,7 +1165,7 @@ def test_a_kept_connection_makes_room_after_those_that_have_waited_longer(serve)
     house = serve(connections=3)
     kept, silent = house.connect(), house.connect()
     house.wait_for(waiting=2)
-    kept.ask("GET", "/healthz")
+    kept.ask("GET", "/config")
     house.wait_for(waiting=2)
     house.connect()
     house.wait_for(waiting=3)
@@ -1166,6 +1174,17 @@ def test_a_kept_connection_makes_room_after_those_that_have_waited_longer(serve)
 
     assert silent.at_end()
     assert kept.ask("GET", "/healthz").status == 200
+
+
+def test_who_reads_nothing_of_the_page_makes_room_for_who_does(serve):
+    house = serve(connections=2)
+    house.server.page["/big.js"] = "text/javascript", b" " * (32 << 20)  # more than a socket takes
+    deaf = [house.connect() for _ in range(2)]
+    for connection in deaf:
+        connection.request("GET", "/big.js", Authorization=None)
+        assert connection.socket.recv(1) == b"H"
+
+    assert house.ask("GET", "/healthz").status == 200
 
 
 def test_streams_go_on_when_there_is_no_room(serve, caplog):

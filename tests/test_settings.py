@@ -1,13 +1,19 @@
 """The page's settings and its pairing with a server, in a real browser."""
 
+import contextlib
 import json
 import re
 import subprocess
+import threading
+import urllib.error
+import urllib.request
 
 import pytest
 from playwright.sync_api import expect
 from sidecar import TOKEN
 from test_browser import Line, answering
+
+from hermes_voice import WRONG_TOKENS
 
 FIELDS = ["Voice", "Microphone", "Speaker", "Progress"]
 NO_PERMISSION = """
@@ -389,6 +395,32 @@ def test_a_paired_device_stays_paired_when_it_opens_a_bad_link(browser):
         expect(line.button("Start call")).to_be_visible()
         assert token_of(line) == [TOKEN, None]
         assert line.page.url == line.sidecar.url
+
+
+def guess(line):
+    """Show the server a wrong token."""
+    request = urllib.request.Request(f"{line.sidecar.url}config", headers={"Authorization": "Bearer wrong"})
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(request, timeout=10)
+
+
+def test_a_device_with_a_stale_token_can_enter_the_right_one_after_many_wrong_ones(browser):
+    with house(browser, token=TOKEN) as line:
+        line.page.evaluate("localStorage.setItem('token', 'stale')")
+        guesses = [threading.Thread(target=guess, args=(line,)) for _ in range(WRONG_TOKENS)]
+        for each in guesses:
+            each.start()
+        for each in guesses:
+            each.join()
+
+        line.page.reload()
+
+        expect(line.page.get_by_text("Too many wrong access tokens. Check the token")).to_be_visible()
+        line.field("Access token").fill(f"\u200b{TOKEN}\u00a0\u2026")
+        line.field("Access token").press("Enter")
+        expect(line.button("Start call")).to_be_visible()
+        expect(line.field("Access token")).to_be_hidden()
+        assert token_of(line) == [None, TOKEN]
 
 
 # ---- how it looks ------------------------------------------------------------

@@ -111,6 +111,7 @@ OPENAI_REFUSALS = [
     (429, "insufficient_quota", None, "openai_no_credit", "Top it up"),
     (402, "credit_balance_exhausted", None, "openai_no_credit", "Top it up"),
     (403, "billing_hard_limit_reached", None, "openai_no_credit", "Top it up"),
+    (404, None, None, "openai_not_found", "--openai-base-url"),
     (500, None, None, "openai_trouble", "Try again"),
     (503, "server_is_overloaded", None, "openai_trouble", "Try again"),
     (418, "something_new", None, "openai_trouble", "Try again"),
