@@ -1,5 +1,6 @@
 """An App between its upstreams, and a page that follows its runs, for tests of the handlers."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -38,9 +39,7 @@ class Bench:
 
     def close(self):
         """Let streams and workers end."""
-        with self.app.changed:
-            for run in itertools.chain.from_iterable(map(self.app.book.of, self.conversations)):
-                run.publish(run.stream.give_up("unknown", "The test is over."))
+        end_runs(self.app, self.conversations)
         self.app.close()
 
     def delegate(self, text, delegation=None, conversation="c1", before=()):
@@ -79,6 +78,15 @@ class Bench:
     def session(self, session_id):
         """What the journal knows of a session."""
         return next(each for each in self.app.journal.sessions(-1) if each.id == session_id)
+
+
+def end_runs(app, conversations):
+    """End all runs, and those that their unread words become as soon as Hermes is gone."""
+    app.waits = dataclasses.replace(app.waits, start=(), away=-1)
+    with app.changed:
+        for run in itertools.chain.from_iterable(map(app.book.of, conversations)):
+            run.publish(run.stream.give_up("unknown", "The test is over."))
+        app.changed.notify_all()
 
 
 class Follower:

@@ -26,6 +26,7 @@ import re
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -208,7 +209,15 @@ def matches(pattern, path):
     return re.fullmatch(expression, path) is not None
 
 
-class Server(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
+    """A server whose clients may vanish at any moment, as killed processes do."""
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class Server(QuietServer):
     request_queue_size = 128
 
     def shutdown_request(self, request):

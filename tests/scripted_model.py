@@ -21,7 +21,9 @@ import threading
 import time
 import uuid
 from collections import deque, namedtuple
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from scripted_hermes import QuietServer
 
 NAME = "scripted-model"
 # A long end-to-end test makes some fifty requests; older ones are of no use to it.
@@ -225,7 +227,7 @@ class ScriptedModel:
         self._requests = deque(maxlen=KEPT_REQUESTS)
         self._released = threading.Event()
         self._stopped = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self._server.model = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self.url = f"http://127.0.0.1:{self._server.server_port}/v1"

@@ -708,7 +708,10 @@ def test_a_wrong_address_of_openai_is_told(desk, openai):
 
 @pytest.mark.parametrize(
     ("ahead", "said"),
-    [(3600, r"warning: 36\d\d s behind that of Hermes"), (-300, r"warning: 30\d s ahead of that of Hermes")],
+    [
+        (3600, r"warning: 3(5[89]|60)\d s behind that of Hermes"),
+        (-300, r"warning: (299|3[0-4]\d) s ahead of that of Hermes"),
+    ],
 )
 def test_a_clock_that_is_wrong_is_told(home, capsys, openai, ahead, said):
     with scripted_hermes(headers={"Date": formatdate(time.time() + ahead, usegmt=True)}) as hermes:
@@ -717,9 +720,7 @@ def test_a_clock_that_is_wrong_is_told(home, capsys, openai, ahead, said):
         assert desk.check() == 0
 
     (line,) = desk.said("clock")
-    assert re.fullmatch(
-        said + "; let this computer keep time with NTP", line.replace("3599", "3600").replace("299", "300")
-    )
+    assert re.fullmatch(said + "; let this computer keep time with NTP", line)
 
 
 def test_a_date_that_is_none_says_nothing(home, capsys, openai):

@@ -5,11 +5,12 @@ What they attempt must fail in the browser, and must not have happened at the se
 
 import contextlib
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from live_service import LiveService
 from playwright.sync_api import expect
+from scripted_hermes import QuietServer
 from sidecar import Sidecar
 from working_hermes import WorkingHermes
 
@@ -38,7 +39,7 @@ class Elsewhere:
             def log_message(self, *args):
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = QuietServer(("127.0.0.1", 0), Handler)
         self.port = self.server.server_port
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()

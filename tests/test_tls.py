@@ -151,7 +151,7 @@ def test_plain_http_is_told_what_to_do(build, caplog):
     "sent", [b"", b"\x16\x03\x01", b"SSH-2.0-client\r\n" * 9], ids=["nothing", "some", "ssh"]
 )
 def test_a_handshake_that_never_ends_holds_nobody_up_and_is_ended(build, sent):
-    house = build(request_seconds=1)
+    house = build(request_seconds=2)
     slow = [house.plain() for _ in range(5)]
     for connection in slow:
         connection.sendall(sent)
@@ -331,7 +331,8 @@ def test_a_renewed_pair_is_shown_to_the_next_connection_and_a_bad_one_is_not(
     assert json.load(house.ask(kept)) == {"status": "ok"}
 
 
-def test_the_files_are_not_looked_at_for_every_connection(build, pair, pairs):
+def test_the_files_are_not_looked_at_for_every_connection(build, pair, pairs, monkeypatch):
+    monkeypatch.setattr("hermes_voice.CERTIFICATE_SECONDS", TIMEOUT)
     house = build()
     install(pairs[1], pair[0].parent)
 
