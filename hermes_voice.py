@@ -882,7 +882,7 @@ def _is_talk(message: Json) -> bool:
 _SECRET_SHAPES = re.compile(
     r"""(?ix)
     ( (?:password|passwd|secret|token|api[_-]?key|_key)["']?
-        (?:\s*[=:]\s*["']?(?:(?:Bearer|Basic)\s+)? | \s+["']?(?=[^\s"'&|;]*\d))
+        (?:\s*[=:]\s*["']?(?:(?:Bearer|Basic)\s+)? | \s+(?:is\s+)?["']?(?=[^\s"'&|;]*\d))
     | (?<![\w-])--[\w-]{0,40}(?:password|passwd|secret|token|key)\s+["']?
     | \bAuthorization["']?\s*[=:]\s*["']?(?:Bearer|Basic|Token)\s+
     | \bBearer\s+(?=\S*\d)
@@ -911,12 +911,14 @@ def split_answer(output: str) -> tuple[list[str], str]:
     show = f"{spoken.strip()}\n\n{rest.strip()}".strip()
     if len(show) > SHOW_CHARS:
         show = show[:SHOW_CHARS] + "\n\n*The rest is too long to show; Hermes has all of it.*"
-    aloud = "" if _RAW.match(spoken) else speakable(spoken[:SPOKEN_CHARS])
-    said, whole = _first_sentences(aloud, SAY_CHARS)
-    if not whole or len(spoken) > SPOKEN_CHARS:
-        said.append("The rest is on your screen.")
-    elif not said:
+    aloud, *raw = _RAW.split(speakable(spoken[:SPOKEN_CHARS]), maxsplit=1)
+    said, whole = _first_sentences(aloud if re.search(r"\w", aloud) else "", SAY_CHARS)
+    # What ends with a colon leads to a table or to code.
+    is_part = raw or not whole or len(spoken) > SPOKEN_CHARS or aloud.endswith((":", "："))
+    if not said:
         said.append("The answer is on your screen.")
+    elif is_part:
+        said.append("The rest is on your screen.")
     return pack_pieces(said), show
 
 
@@ -937,14 +939,19 @@ _UNSPEAKABLE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
     (re.compile(_FENCED, re.M | re.S), " "),
     (re.compile(r"\$\$[^$]{0,2000}\$\$|\\\[[^\]]{0,2000}\\\]"), " "),
     (re.compile(r"^[ \t]*\|.*$", re.M), " "),
+    # A table without outer bars, by the line below its head.
+    (re.compile(r"^[^|\n]{1,200}\|.*\n[ \t]*:?-+:?[ \t]*\|[-:| \t]*$(?:\n.*\|.*$)*", re.M), " "),
     (re.compile(r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", re.M), " "),
-    (re.compile(r"\[\^[\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", re.M), ""),
-    (re.compile(r"!\[([^\]]*)\]\([^)]*\)"), r"\1"),
-    (re.compile(r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]\n]{0,100}\])"), r"\1"),
+    (re.compile(r"\[[\^!][\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", re.M), ""),
+    (re.compile(r"!\[([^\]]*)\]\([^()]*(?:\([^()]*\)[^()]*)?\)"), r"\1"),
+    (re.compile(r"\[([^\]]+)\](?:\([^()]*(?:\([^()]*\)[^()]*)?\)|\[[^\]\n]{0,100}\])"), r"\1"),
     (re.compile(r"<?(?:https?|ftp)://[^\s<>)\]，。、！？；：）」』】]+(?<![.,:;!?])>?"), " "),
     (re.compile(r"<!--.*?-->|</?[a-zA-Z][^<>]*>", re.S), " "),
     # Of a path only the last name, of a hash the first digits.
-    (re.compile(r"(?<![\w/.:~])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?"), r"\1"),
+    (
+        re.compile(r"(?<![\w/.:~€$£¥%°)])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?"),
+        r"\1",
+    ),
     (re.compile(r"(?<![\w/.:])(?:[\w.@+-]{1,99}/){1,30}([\w@+-]{1,90}\.[A-Za-z]\w{0,4})\b(?!/)"), r"\1"),
     (re.compile(r"\b[A-Za-z]:\\(?:[^\\\s]{1,99}\\){0,30}([\w@+-][\w.@+-]{0,98})"), r"\1"),
     (re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b"), r"\1"),
@@ -953,6 +960,8 @@ _UNSPEAKABLE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
         re.compile(r"(?<![\d.,])\d{13,40}(?![\d.,]\d)"),
         lambda number: " ".join(re.findall(".{1,4}", number[0])),
     ),
+    # A heading or an item is a sentence of its own.
+    (re.compile(r"^([ \t>]*(?:#{1,6}|[-*+•]|\d{1,3}[.)])[ \t].*[\w)*`~])[ \t#]*$", re.M), r"\1."),
     (re.compile(r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+(?:\[[ xX]\][ \t]+)?)+", re.M), ""),
     # In the first line a number may be the answer.
     (re.compile(r"(?<=\n)[ \t]*\d{1,3}[.)][ \t]+"), ""),
@@ -964,17 +973,22 @@ _UNSPEAKABLE: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
     # Inline formulas; a price is none.
     (re.compile(r"\$(?=[^$\n]{0,200}[\\^_{}])([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)"), r"\1\2"),
     (re.compile(r"\\[a-zA-Z]+|\\(?=[\W_])"), " "),
-    # Pictures in the text and arrows.
+    # Pictures in the text and arrows, marks of direction and of no width.
     (
         re.compile(
-            "[\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3\U0001f000-\U0001faff\U000e0020-\U000e007f]+"
+            "[\0-\x08\x0e-\x1f\x7f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff"
+            "\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3\U0001f000-\U0001faff\U000e0020-\U000e007f]+"
         ),
         " ",
     ),
+    # What stood before it may be gone.
+    (re.compile(r"[ \t]+(?=[.,!?;](?:\s|$)|[。，、！？；：])"), ""),
 ]
-# What is no answer in words: an error as a program prints it, or data.
+# From here on it is no answer in words: an error as a program prints it, or data.
 _RAW = re.compile(
-    r"(?:Traceback \(most recent|API call failed|Error code: \d|HTTP [45]\d\d\b|[\[{]\s*[\"{\[])"
+    r"^(?:Traceback \(most recent|API call failed|Error code: \d|HTTP [45]\d\d(?:$|:| [A-Z])|Error: E[A-Z]{3}"
+    r"|[\w.]{0,80}[a-z](?:Error|Exception):|npm ERR!|panic: |fatal: |[\[{]\s*[\"{\[])",
+    re.M,
 )
 
 
@@ -1044,28 +1058,30 @@ def _is_joined(character: str) -> bool:
 # say while they listen is none of them, in no language: okay, mhm, vale, tamam, うん, 好的.
 
 _POLITE = re.compile(
-    r"\b(?:hermes|uh|um|oh|ah|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
+    r"\b(?:hermes|uh|um|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
     r"|por favor|gracias|per favore|grazie|obrigad[oa]|alstublieft|alsjeblieft|dank (?:je|u)|bedankt"
     r"|prosze|dziekuje|lutfen|tesekkurler)\b"
 )
 _YES = {
     "English": "yes|yeah|yep|yup|allow|allow it|allow once|allow it once|approve|approved|approve it"
     "|i approve|i allow it|go ahead|do it|yes allow|yes allow it|yes approve|yes approve it"
-    "|yes do it|yes go ahead|yes i approve|yes you may|you may",
+    "|yes do it|yes go ahead|yes i approve|yes you may|you may|yes i allow it|yes allow it once"
+    "|yes you can|yes i do|yes run it|yes go for it|yes that's fine",
     "German": "ja|jawohl|ja mach|ja mach das|ja mach es|mach das|mach es|erlauben|erlaubt|genehmigt"
     "|ja erlauben|ja erlaubt|ja genehmigt|ja darfst du|ja das darfst du|einverstanden"
-    "|ja einverstanden",
+    "|ja einverstanden|ja gerne|ja tu das",
     "French": "oui|ouais|oui vas y|vas y|oui allez y|allez y|oui autorise|autorise|autorisé"
     "|oui autorisé|oui fais le|fais le|oui je suis d'accord|j'autorise|oui j'autorise|j'approuve"
-    "|approuvé",
+    "|oui je l'autorise|approuvé",
     "Spanish": "sí|sí adelante|adelante|sí hazlo|hazlo|sí permítelo|permítelo|permitido|sí permitido"
-    "|aprobado|sí aprobado|lo apruebo|sí lo apruebo|autorizado|sí autorizado|sí puedes",
+    "|lo permito|sí lo permito|aprobado|sí aprobado|lo apruebo|sí lo apruebo|autorizado"
+    "|sí autorizado|sí puedes",
     "Italian": "sì procedi|procedi|sì fallo|sì consenti|consenti|consentito|approvato|sì approvato"
     "|approvo|sì approvo|autorizzato|sì autorizzato|permetti|sì permetti|sì puoi",
     "Portuguese": "sim|sim pode|pode fazer|sim pode fazer|sim faça|faça isso|sim faça isso|permitir"
     "|sim permitir|permitido|sim permitido|aprovado|sim aprovado|autorizado|sim autorizado"
     "|eu autorizo|sim eu autorizo",
-    "Dutch": "ja doe maar|doe maar|ja doe het|doe het|ja toestaan|toestaan|toegestaan|ja toegestaan"
+    "Dutch": "ja graag|ja doe maar|doe maar|ja doe het|doe het|ja toestaan|toestaan|toegestaan|ja toegestaan"
     "|goedgekeurd|ja goedgekeurd|ga je gang|ja ga je gang|ja dat mag|dat mag",
     "Polish": "tak|tak zrób to|zrób to|tak pozwalam|pozwalam|zezwalam|tak zezwalam|zgadzam się"
     "|tak zgadzam się|zatwierdzam|tak zatwierdzam|śmiało|tak śmiało",
@@ -1074,12 +1090,13 @@ _YES = {
     "Chinese": "是|是的|可以|是的可以|允许|允許|是的允许|同意|我同意|是的我同意|批准|准许|准許|我允许|我允許",
     "Japanese": "はい|はいお願いします|はいどうぞ|はい許可します|許可します|許可する|許可|はい許可"
     "|はい実行して|実行して|はい実行してください|実行してください|はいやって|はいやってください"
-    "|やってください",
+    "|やってください|お願いします",
 }
 _NO = {
     "English": "no|nope|nah|no way|deny|denied|deny it|no deny|no deny it|don't|don't do it|do not"
     "|do not do it|no don't|no don't do it|no do not|no do not do it|don't allow it|refuse"
-    "|refuse it|no refuse",
+    "|refuse it|no refuse|don't do that|no don't do that|no stop|absolutely not|no absolutely not"
+    "|definitely not|i don't allow it|no i don't allow it",
     "German": "nein|nein nicht|nicht|mach das nicht|nein mach das nicht|lass das|nein lass das"
     "|ablehnen|abgelehnt|nein ablehnen|verweigern|nicht erlauben|nein nicht erlauben"
     "|auf keinen fall|nein auf keinen fall",
