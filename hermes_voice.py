@@ -1062,6 +1062,7 @@ _POLITE = re.compile(
     r"|por favor|gracias|per favore|grazie|obrigad[oa]|alstublieft|alsjeblieft|dank (?:je|u)|bedankt"
     r"|prosze|dziekuje|lutfen|tesekkurler)\b"
 )
+# No "sí puedes": without its accent, as it may be heard, it says "if you can".
 _YES = {
     "English": "yes|yeah|yep|yup|allow|allow it|allow once|allow it once|approve|approved|approve it"
     "|i approve|i allow it|go ahead|do it|yes allow|yes allow it|yes approve|yes approve it"
@@ -1074,8 +1075,7 @@ _YES = {
     "|oui autorisé|oui fais le|fais le|oui je suis d'accord|j'autorise|oui j'autorise|j'approuve"
     "|oui je l'autorise|approuvé",
     "Spanish": "sí|sí adelante|adelante|sí hazlo|hazlo|sí permítelo|permítelo|permitido|sí permitido"
-    "|lo permito|sí lo permito|aprobado|sí aprobado|lo apruebo|sí lo apruebo|autorizado"
-    "|sí autorizado|sí puedes",
+    "|lo permito|aprobado|sí aprobado|lo apruebo|autorizado|sí autorizado",
     "Italian": "sì procedi|procedi|sì fallo|sì consenti|consenti|consentito|approvato|sì approvato"
     "|approvo|sì approvo|autorizzato|sì autorizzato|permetti|sì permetti|sì puoi",
     "Portuguese": "sim|sim pode|pode fazer|sim pode fazer|sim faça|faça isso|sim faça isso|permitir"

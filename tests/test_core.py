@@ -564,7 +564,7 @@ def test_any_answer_can_be_spoken_and_shown(output):
         *("Allow it.", "Allow.", "Yes, allow it.", "Allow once.", "Approve.", "I approve.", "Go ahead."),
         *("Do it.", "Yes, do it, please.", "Ja.", "Ja, bitte.", "Ja, mach das.", "Erlaubt.", " yes\n"),
         *("Yes, I allow it.", "Yes, allow it once.", "Yes, you can.", "Yes, go for it.", "Yes, that's fine."),
-        *("Ja, gerne.", "Oui, je l'autorise.", "Sí, lo permito.", "Ja, graag.", "お願いします。"),
+        *("Ja, gerne.", "Oui, je l'autorise.", "Lo permito.", "Ja, graag.", "お願いします。"),
     ],
 )
 def test_a_clear_yes_allows_once(heard):
@@ -626,6 +626,8 @@ def test_a_clear_no_denies(heard):
             "Okay so what does it do",
             "Oui, enfin non.",
             "Si no hay riesgo.",
+            "Si puedes.",
+            "Si lo permito",
             "Evet mi?",
             "evet mi",
             "Evet ama.",
