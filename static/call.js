@@ -25,7 +25,7 @@
 //   2. Every delegation gets one answer, with its own id, on the connection that made it.
 //   3. A word is handed over once; words whose run never began count as not handed over.
 //   4. Runs outlive sessions: an update is a rule in every phase.
-//   5. A spoken answer to a question is made of words that began after it was placed.
+//   5. A spoken answer to a question is an utterance that began after the voice began to ask.
 //   6. A result is told by one page only: the one whose claim came first.
 //   7. A session that connects after the user hung up is closed, not ignored.
 //   8. To a line that is asleep, or about to be replaced, only mute and close are sent.
@@ -49,11 +49,11 @@ import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wi
 /**
  * @typedef {{requestId: string, command: string, description: string, choices: string[],
  *   until: number, stage: "queued" | "asked" | "answering" | "closed", sentAs: string,
- *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string,
+ *   askedAt: number | null, asked: number, afterMs: number, aloud: boolean, outcome: string, note: string,
  *   at: number, saidAt: number, reminded: number, closedAt: number}} Question
  *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
- *   this session, `asked`: how often; `afterMs`: the place of its last append; `at`: when it
- *   came; `saidAt`: when something of it was last said; `reminded`: so many reminders were due
+ *   this session, `asked`: how often; `afterMs`: an answer begins after this, and `aloud`:
+ *   the voice has begun to ask since; `at`: when it came; `saidAt`: when something of it was last said; `reminded`: so many reminders were due
  * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
@@ -79,6 +79,7 @@ const METER_MS = 30000; // the sidecar hangs up a session it has not heard of fo
 const HELD_KEPT = 50; // notes for a line that is asleep
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
+const KNOWN_MS = 1000; // of a question, until anyone can know what it is
 const LATE_MS = 10000; // after a question closed, words may still be meant for it
 const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
@@ -595,7 +596,7 @@ function placed(state, event) {
   const run = state.runs.find((r) => r.question && r.question.sentAs === id);
   if (!run?.question) return [next, []];
   const { stage, asked, askedAt } = run.question;
-  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: event.endMs, saidAt: state.now };
+  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: event.endMs, aloud: false, saidAt: state.now };
   return [questionChanged(next, run.key, { ...place, stage: stage === "queued" ? "asked" : stage }), []];
 }
 
@@ -608,7 +609,15 @@ function heard(state, event) {
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
   if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
   else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
-  return [next, []];
+  return [event.speaker === "assistant" ? beginToAsk(next, words.startMs) : next, []];
+}
+
+/** The voice begins to ask: a "yes" to what it said before is no answer. @param {State} state @param {number} startMs @returns {State} */
+function beginToAsk(state, startMs) {
+  const run = openQuestion(state);
+  const question = run?.question;
+  if (!run || question?.stage !== "asked" || question.aloud || startMs < question.afterMs) return state;
+  return questionChanged(state, run.key, { aloud: true, afterMs: startMs + KNOWN_MS });
 }
 
 /** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */
@@ -821,6 +830,7 @@ function asks(state, run, update) {
     askedAt: null,
     asked: 0,
     afterMs: 0,
+    aloud: false,
     outcome: "",
     note: "",
     at: state.now,
@@ -1236,8 +1246,8 @@ function hearAnswer(state, quietMs) {
   const run = answerable(state);
   const question = run?.question;
   if (state.phase !== "live" || !run || question?.stage !== "asked") return [state, []];
-  /** @type {(f: transcript.Fragment, line: transcript.Line) => boolean} */
-  const after = (f, line) => line.speaker === "user" && line.session === state.attempt && !line.typed && f.startMs >= question.afterMs;
+  const begun = transcript.begunAfter(state.transcript, state.attempt, question.afterMs);
+  const after = (/** @type {transcript.Fragment} */ f) => begun.includes(f);
   const words = transcript.pending(state.transcript, after);
   if (!words.length || state.now - state.speech.userAt < quietMs) return [state, []];
   const command = spokenCommand(state);
