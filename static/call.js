@@ -555,7 +555,7 @@ function mute(state, event) {
 /** Silence at once; the work goes on. @param {State} state @returns {Step} */
 function stopSpeaking(state) {
   const next = { ...state, silenced: true, speech: speech.hush(state.speech) };
-  const [told, effects] = note(next, "The user pressed 'Stop speaking': be quiet until they speak again.", null);
+  const [told, effects] = note(next, "The user wants you to be quiet until they speak again.", null);
   return [told, [{ do: "silence", on: true }, ...effects]];
 }
 
@@ -1270,6 +1270,9 @@ function spokenCommand(state) {
   const since = (/** @type {speech.Piece[]} */ pieces) => pieces.length > 0 && pieces[0].at <= state.speech.userAt;
   if (isOneOf(said, state.terms.hangUpPhrases)) return spokenHangUp;
   if (stoppable(state).length && isOneOf(said, state.stopPhrases)) return spokenStop;
+  // Into an answer, it is about the answer.
+  const isTelling = state.speech.sounding || state.speech.userAt - state.speech.soundAt < ECHO_MS;
+  if (isTelling && since(state.speech.last) && isOneOf(said, state.stopPhrases)) return spokenHush;
   const stage = openQuestion(state)?.question?.stage;
   if (stage) return stage !== "answering" && isOneOf(said, state.repeatPhrases) ? spokenAskAgain : null;
   if (since(state.speech.kept) && isOneOf(said, state.goOnPhrases)) return spokenGoOn;
@@ -1294,6 +1297,12 @@ function commanded(state, ids, run) {
 /** @param {State} state @param {string[]} ids @returns {Step} */
 function spokenHangUp(state, ids) {
   return close(commanded(state, ids, null));
+}
+
+/** @param {State} state @param {string[]} ids @returns {Step} */
+function spokenHush(state, ids) {
+  const told = (/** @type {State} */ s) => noteAll(s, "The user wants to hear no more of this answer. No task was running.", ids);
+  return each(commanded(state, ids, null), told, (s) => (s.speech.sounding ? stopSpeaking(s) : [{ ...s, speech: speech.hush(s.speech) }, []]));
 }
 
 /** @param {State} state @param {string[]} ids @returns {Step} */
