@@ -419,6 +419,7 @@ function ended(state, drop) {
 
 /** The state after a session: what it had and did not bring to its end waits for the next. @param {State} state @returns {State} */
 function over(state) {
+  const queue = speech.ended(state.speech, state.now);
   return {
     ...state,
     phase: /** @type {const} */ ("idle"),
@@ -430,8 +431,8 @@ function over(state) {
     silenced: false,
     meter: meter.end(state.meter, state.now),
     delegations: [], // valid only on the connection that made them
-    speech: emptied(state.speech),
-    runs: state.runs.map((run) => untold(requeued(run), state.speech)),
+    speech: emptied(queue),
+    runs: state.runs.map((run) => untold(requeued(run), queue)),
   };
 }
 
@@ -845,10 +846,15 @@ function asks(state, run, update) {
 function ask(state, key, before) {
   const run = state.runs.find((r) => r.key === key);
   if (!run?.question) return [state, []];
-  const words = `${before}${questionWords(run.question, state.voiceApprovals)}`;
+  const words = `${before}${questionWords(run.question, mayAnswer(state))}`;
   const asked = questionChanged(state, key, { stage: "queued" });
   const fresh = { ...asked, speech: speech.forget(asked.speech, (piece) => piece.kind === "question" && piece.run === key) };
   return [openQuestion(fresh)?.key !== key ? fresh : say(fresh, "question", [words], delegationOf(state, key), key), []];
+}
+
+/** Whether the voice may ask for a spoken answer. @param {State} state */
+function mayAnswer(state) {
+  return state.voiceApprovals && !state.muted;
 }
 
 /** The newest delegation that a run answers, for its appends. @param {State} state @param {string} key */
@@ -1071,7 +1077,7 @@ function remind(state) {
   const due = remindersDue(question, state.now);
   if (question.stage !== "asked" || due <= question.reminded) return [state, []];
   if (!mayRemind(question, state.now)) return [questionChanged(state, run.key, { reminded: due }), []];
-  const words = reminderWords(question, state.now, state.voiceApprovals);
+  const words = reminderWords(question, state.now, mayAnswer(state));
   const next = questionChanged(state, run.key, { reminded: due, saidAt: state.now });
   return [say(next, "reminder", [words], null, run.key), []];
 }
@@ -1415,7 +1421,7 @@ export function statusOf(state) {
   if (state.phase === "closing") return "Hanging up…";
   if (state.phase === "live" && state.shakyAt !== null) return "The connection is shaky. Waiting for it to come back…";
   if (state.asleepAt !== null) return pausedWords(state);
-  if (question) return "Hermes is waiting for your approval";
+  if (question) return `Hermes is waiting for your approval${state.muted && state.phase === "live" ? ". You are muted" : ""}`;
   if (state.phase === "idle") return doing || "Off";
   if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
   if (state.delegations.some((d) => d.state === "settling")) return "Thinking…";
