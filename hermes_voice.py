@@ -819,7 +819,7 @@ def _is_talk(message: Json) -> bool:
 _SECRET_SHAPES = re.compile(
     r"""(?ix)
     ( (?:password|passwd|secret|token|api[_-]?key|_key)["']?
-        (?:\s*[=:]\s*["']?(?:(?:Bearer|Basic)\s+)? | \s+["']?(?=[^\s"'&|;]*\d))
+        (?:\s*[=:]\s*["']?(?:(?:Bearer|Basic)\s+)? | \s+(?:is\s+)?["']?(?=[^\s"'&|;]*\d))
     | (?<![\w-])--[\w-]{0,40}(?:password|passwd|secret|token|key)\s+["']?
     | \bAuthorization["']?\s*[=:]\s*["']?(?:Bearer|Basic|Token)\s+
     | \bBearer\s+(?=\S*\d)
@@ -848,12 +848,14 @@ def split_answer(output: str) -> tuple[list[str], str]:
     show = f"{spoken.strip()}\n\n{rest.strip()}".strip()
     if len(show) > SHOW_CHARS:
         show = show[:SHOW_CHARS] + "\n\n*The rest is too long to show; Hermes has all of it.*"
-    aloud = "" if _RAW.match(spoken) else speakable(spoken[:SPOKEN_CHARS])
-    said, whole = _first_sentences(aloud, SAY_CHARS)
-    if not whole or len(spoken) > SPOKEN_CHARS:
-        said.append("The rest is on your screen.")
-    elif not said:
+    aloud, *raw = _RAW.split(speakable(spoken[:SPOKEN_CHARS]), maxsplit=1)
+    said, whole = _first_sentences(aloud if re.search(r"\w", aloud) else "", SAY_CHARS)
+    # What ends with a colon leads to a table or to code.
+    is_part = raw or not whole or len(spoken) > SPOKEN_CHARS or aloud.endswith((":", "："))
+    if not said:
         said.append("The answer is on your screen.")
+    elif is_part:
+        said.append("The rest is on your screen.")
     return pack_pieces(said), show
 
 
@@ -874,19 +876,23 @@ _UNSPEAKABLE: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (_FENCED, " "),
     (r"\$\$[^$]{0,2000}\$\$|\\\[[^\]]{0,2000}\\\]", " "),
     (r"^[ \t]*\|.*$", " "),
+    # A table without outer bars, by the line below its head.
+    (r"^[^|\n]{1,200}\|.*\n[ \t]*:?-+:?[ \t]*\|[-:| \t]*$(?:\n.*\|.*$)*", " "),
     (r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", " "),
-    (r"\[\^[\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", ""),
-    (r"!\[([^\]]*)\]\([^)]*\)", r"\1"),
-    (r"\[([^\]]+)\](?:\([^)]*\)|\[[^\]\n]{0,100}\])", r"\1"),
+    (r"\[[\^!][\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", ""),
+    (r"!\[([^\]]*)\]\([^()]*(?:\([^()]*\)[^()]*)?\)", r"\1"),
+    (r"\[([^\]]+)\](?:\([^()]*(?:\([^()]*\)[^()]*)?\)|\[[^\]\n]{0,100}\])", r"\1"),
     (r"<?(?:https?|ftp)://[^\s<>)\]，。、！？；：）」』】]+(?<![.,:;!?])>?", " "),
     (r"<!--(?s:.*?)-->|</?[a-zA-Z][^<>]*>", " "),
     # Of a path only the last name, of a hash the first digits.
-    (r"(?<![\w/.:~])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?", r"\1"),
+    (r"(?<![\w/.:~€$£¥%°)])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?", r"\1"),
     (r"(?<![\w/.:])(?:[\w.@+-]{1,99}/){1,30}([\w@+-]{1,90}\.[A-Za-z]\w{0,4})\b(?!/)", r"\1"),
     (r"\b[A-Za-z]:\\(?:[^\\\s]{1,99}\\){0,30}([\w@+-][\w.@+-]{0,98})", r"\1"),
     (r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b", r"\1"),
     # A longer number is read out digit by digit, which is easier to follow in groups.
     (r"(?<![\d.,])\d{13,40}(?![\d.,]\d)", lambda number: " ".join(re.findall(".{1,4}", number[0]))),
+    # A heading or an item is a sentence of its own.
+    (r"^([ \t>]*(?:#{1,6}|[-*+•]|\d{1,3}[.)])[ \t].*[\w)*`~])[ \t#]*$", r"\1."),
     (r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+(?:\[[ xX]\][ \t]+)?)+", ""),
     # In the first line a number may be the answer.
     (r"(?<=\n)[ \t]*\d{1,3}[.)][ \t]+", ""),
@@ -898,16 +904,21 @@ _UNSPEAKABLE: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     # Inline formulas; a price is none.
     (r"\$(?=[^$\n]{0,200}[\\^_{}])([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)", r"\1\2"),
     (r"\\[a-zA-Z]+|\\(?=[\W_])", " "),
-    # Pictures in the text and arrows.
+    # Pictures in the text and arrows, marks of direction and of no width.
     (
-        "[\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3"
+        "[\0-\x08\x0e-\x1f\x7f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff"
+        "\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3"
         "\U0001f000-\U0001faff\U000e0020-\U000e007f]+",
         " ",
     ),
+    # What stood before it may be gone.
+    (r"[ \t]+(?=[.,!?;](?:\s|$)|[。，、！？；：])", ""),
 ]
-# What is no answer in words: an error as a program prints it, or data.
+# From here on it is no answer in words: an error as a program prints it, or data.
 _RAW = re.compile(
-    r"(?:Traceback \(most recent|API call failed|Error code: \d|HTTP [45]\d\d\b|[\[{]\s*[\"{\[])"
+    r"^(?:Traceback \(most recent|API call failed|Error code: \d|HTTP [45]\d\d(?:$|:| [A-Z])|Error: E[A-Z]{3}"
+    r"|[\w.]{0,80}[a-z](?:Error|Exception):|npm ERR!|panic: |fatal: |[\[{]\s*[\"{\[])",
+    re.M,
 )
 
 
@@ -977,35 +988,38 @@ def _is_joined(character: str) -> bool:
 # language: okay, mhm, vale, tamam, うん, 好的.
 
 _POLITE = re.compile(
-    r"\b(?:hermes|uh|um|oh|ah|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
+    r"\b(?:hermes|uh|um|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
     r"|por favor|gracias|per favore|grazie|obrigad[oa]|alstublieft|alsjeblieft|dank (?:je|u)|bedankt"
     r"|prosze|dziekuje|lutfen|tesekkurler)\b"
 )
+# No "sí puedes": without its accent, as it may be heard, it says "if you can".
 _YES = {
-    "English": "yes|yeah|yep|yup|(yes) allow|(yes) allow it|allow once|allow it once|(yes) approve"
-    "|approved|(yes) approve it|(yes) i approve|i allow it|(yes) go ahead|(yes) do it|(yes) you may",
+    "English": "yes|yeah|yep|yup|(yes) allow|(yes) allow it|allow once|(yes) allow it once|(yes) approve"
+    "|approved|(yes) approve it|(yes) i approve|(yes) i allow it|(yes) go ahead|(yes) do it"
+    "|(yes) you may|yes you can|yes i do|yes run it|yes go for it|yes that's fine",
     "German": "ja|jawohl|ja mach|(ja) mach das|(ja) mach es|(ja) erlauben|(ja) erlaubt|(ja) genehmigt"
-    "|ja darfst du|ja das darfst du|(ja) einverstanden",
+    "|ja darfst du|ja das darfst du|(ja) einverstanden|ja gerne|ja tu das",
     "French": "oui|ouais|(oui) vas y|(oui) allez y|(oui) autorise|(oui) autorisé|(oui) fais le"
-    "|oui je suis d'accord|(oui) j'autorise|j'approuve|approuvé",
-    "Spanish": "sí|(sí) adelante|(sí) hazlo|(sí) permítelo|(sí) permitido|(sí) aprobado|(sí) lo apruebo"
-    "|(sí) autorizado|sí puedes",
+    "|oui je suis d'accord|(oui) j'autorise|oui je l'autorise|j'approuve|approuvé",
+    "Spanish": "sí|(sí) adelante|(sí) hazlo|(sí) permítelo|lo permito|(sí) permitido|(sí) aprobado"
+    "|lo apruebo|(sí) autorizado",
     "Italian": "(sì) procedi|sì fallo|(sì) consenti|consentito|(sì) approvato|(sì) approvo"
     "|(sì) autorizzato|(sì) permetti|sì puoi",
     "Portuguese": "sim|sim pode|(sim) pode fazer|sim faça|(sim) faça isso|(sim) permitir|(sim) permitido"
     "|(sim) aprovado|(sim) autorizado|(sim) eu autorizo",
-    "Dutch": "(ja) doe maar|(ja) doe het|(ja) toestaan|(ja) toegestaan|(ja) goedgekeurd|(ja) ga je gang"
-    "|(ja) dat mag",
+    "Dutch": "ja graag|(ja) doe maar|(ja) doe het|(ja) toestaan|(ja) toegestaan|(ja) goedgekeurd"
+    "|(ja) ga je gang|(ja) dat mag",
     "Polish": "tak|(tak) zrób to|(tak) pozwalam|(tak) zezwalam|(tak) zgadzam się|(tak) zatwierdzam"
     "|(tak) śmiało",
     "Turkish": "evet|(evet) yap|(evet) izin ver|(evet) izin veriyorum|(evet) onaylıyorum|(evet) yapabilirsin",
     "Chinese": "是|是的|(是的)可以|(是的)允许|允許|同意|(是的)我同意|批准|准许|准許|我允许|我允許",
-    "Japanese": "はい|はいお願いします|はいどうぞ|(はい)許可します|許可する|(はい)許可|(はい)実行して"
+    "Japanese": "はい|(はい)お願いします|はいどうぞ|(はい)許可します|許可する|(はい)許可|(はい)実行して"
     "|(はい)実行してください|はいやって|(はい)やってください",
 }
 _NO = {
     "English": "no|nope|nah|no way|(no) deny|denied|(no) deny it|(no) don't|(no) don't do it|(no) do not"
-    "|(no) do not do it|don't allow it|(no) refuse|refuse it",
+    "|(no) do not do it|don't allow it|(no) refuse|refuse it|(no) don't do that|no stop"
+    "|(no) absolutely not|definitely not|(no) i don't allow it",
     "German": "nein|(nein) nicht|(nein) mach das nicht|(nein) lass das|(nein) ablehnen|abgelehnt"
     "|verweigern|(nein) nicht erlauben|(nein) auf keinen fall",
     "French": "non|non pas ça|(non) ne fais pas ça|(non) ne le fais pas|(non) refuse|refusé"

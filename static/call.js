@@ -26,7 +26,7 @@
 //   2. Every delegation gets one answer, with its own id, on the connection that made it.
 //   3. A word is handed over once; words whose run never began count as not handed over.
 //   4. Runs outlive sessions: an update is a rule in every phase.
-//   5. A spoken answer to a question is made of words that began after it was placed.
+//   5. A spoken answer to a question is an utterance that began after the voice began to ask.
 //   6. A result is told by one page only: the one whose claim came first.
 //   7. A session that connects after the user hung up is closed, not ignored.
 //   8. To a line that is asleep, or about to be replaced, only mute and close are sent.

@@ -7,11 +7,12 @@
 // Which words are an answer is for words.js to say; what an answer means, for the server.
 
 import { mayRemind, questionWords, remindersDue, reminderWords } from "./asking.js";
-import { assign, chain, changed, delegationOf, doing, note, noteAll, notify, openQuestion, questionChanged, say, unsay } from "./state.js";
+import { assign, chain, changed, delegationOf, doing, mayAnswer, note, noteAll, notify, openQuestion, questionChanged, say, unsay } from "./state.js";
 import * as transcript from "./transcript.js";
 
 /** @import { EventRule, Question, Rule, Run, State, Step } from "./state.js" */
 
+const KNOWN_MS = 1000; // of a question, until anyone can know what it is
 const LATE_MS = 10000; // after a question closed, words may still be meant for it
 const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
@@ -31,6 +32,7 @@ export function asks(state, run, update) {
     askedAt: null,
     asked: 0,
     afterMs: 0,
+    aloud: false,
     outcome: "",
     note: "",
     at: state.now,
@@ -45,7 +47,7 @@ export function asks(state, run, update) {
 export function ask(state, key, before) {
   const run = state.runs.find((r) => r.key === key);
   if (!run?.question) return [state, []];
-  const words = `${before}${questionWords(run.question, state.voiceApprovals)}`;
+  const words = `${before}${questionWords(run.question, mayAnswer(state))}`;
   const fresh = unsay(questionChanged(state, key, { stage: "queued" }), (piece) => piece.kind === "question" && piece.run === key);
   return [openQuestion(fresh)?.key === key ? say(fresh, "question", [words], delegationOf(state, key), key) : fresh, []];
 }
@@ -55,8 +57,16 @@ export function askedAloud(state, id, endMs) {
   const run = state.runs.find((r) => r.question && r.question.sentAs === id);
   if (!run?.question) return state;
   const { stage, asked, askedAt } = run.question;
-  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: endMs, saidAt: state.now };
+  const place = { sentAs: "", asked: asked + 1, askedAt: askedAt ?? state.now, afterMs: endMs, aloud: false, saidAt: state.now };
   return questionChanged(state, run.key, { ...place, stage: stage === "queued" ? "asked" : stage });
+}
+
+/** The voice begins to ask: a "yes" to what it said before is no answer. @param {State} state @param {number} startMs @returns {State} */
+export function beginToAsk(state, startMs) {
+  const run = openQuestion(state);
+  const question = run?.question;
+  if (!run || question?.stage !== "asked" || question.aloud || startMs < question.afterMs) return state;
+  return questionChanged(state, run.key, { aloud: true, afterMs: startMs + KNOWN_MS });
 }
 
 /** One question at a time, and reminders of it. @type {Rule} */
@@ -69,7 +79,7 @@ export function remind(state) {
   const due = remindersDue(question, state.now);
   if (question.stage !== "asked" || due <= question.reminded) return [state, []];
   if (!mayRemind(question, state.now)) return [questionChanged(state, run.key, { reminded: due }), []];
-  const words = reminderWords(question, state.now, state.voiceApprovals);
+  const words = reminderWords(question, state.now, mayAnswer(state));
   const next = questionChanged(state, run.key, { reminded: due, saidAt: state.now });
   return [say(next, "reminder", [words], null, run.key), []];
 }

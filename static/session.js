@@ -265,6 +265,7 @@ function ended(state, still) {
 
 /** The state after a session: what it had and did not bring to its end waits for the next. @param {State} state @returns {State} */
 function over(state) {
+  const queue = speech.ended(state.speech, state.now);
   return {
     ...state,
     phase: /** @type {const} */ ("idle"),
@@ -276,8 +277,8 @@ function over(state) {
     silenced: false,
     meter: meter.end(state.meter, state.now),
     delegations: [], // valid only on the connection that made them
-    speech: emptied(state.speech),
-    runs: state.runs.map((run) => untold(requeued(run), state.speech)),
+    speech: emptied(queue),
+    runs: state.runs.map((run) => untold(requeued(run), queue)),
   };
 }
 

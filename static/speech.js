@@ -201,6 +201,13 @@ function finished(speech, at) {
   return keep({ ...free, waiting: free.waiting.filter((other) => !left.includes(other)) }, [piece, ...left]);
 }
 
+/** The session is over: what was sent and not heard waits again, unless the user talked over it. @param {Speech} speech @param {number} at @returns {Speech} */
+export function ended(speech, at) {
+  const { current } = speech;
+  if (!current || current.talkedOver || current.voiced >= SAID_PART * current.piece.text.length) return finished(speech, at);
+  return { ...speech, current: null, waiting: [current.piece, ...speech.waiting] };
+}
+
 /** @param {Speech} speech @param {Current} current @param {number} at */
 function isSaid(speech, current, at) {
   if (current.placedAt === null) return at - current.sentAt > PLACED_MS;

@@ -17,11 +17,12 @@ import { thinking } from "./wire.js";
 /**
  * @typedef {{requestId: string, command: string, description: string, choices: string[],
  *   until: number, stage: "queued" | "asked" | "answering" | "closed", sentAs: string,
- *   askedAt: number | null, asked: number, afterMs: number, outcome: string, note: string,
+ *   askedAt: number | null, asked: number, afterMs: number, aloud: boolean, outcome: string, note: string,
  *   at: number, saidAt: number, reminded: number, closedAt: number}} Question
  *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
- *   this session, `asked`: how often; `afterMs`: the place of its last append; `at`: when it
- *   came; `saidAt`: when something of it was last said; `reminded`: so many reminders were due
+ *   this session, `asked`: how often; `afterMs`: an answer begins after this, and `aloud`: the
+ *   voice has begun to ask since; `at`: when it came; `saidAt`: when something of it was last
+ *   said; `reminded`: so many reminders were due
  * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
@@ -244,6 +245,11 @@ export function isAsking(run) {
 /** The run with an open question. @param {State} state */
 export function openQuestion(state) {
   return state.runs.find((run) => isAsking(run) && !run.stopAsked);
+}
+
+/** Whether the voice may ask for a spoken answer. @param {State} state */
+export function mayAnswer(state) {
+  return state.voiceApprovals && !state.muted;
 }
 
 /** The same, if words may answer it. @param {State} state */

@@ -15,7 +15,7 @@ export function statusOf(state) {
   if (state.phase === "closing") return "Hanging up…";
   if (state.phase === "live" && state.shakyAt !== null) return "The connection is shaky. Waiting for it to come back…";
   if (state.asleepAt !== null) return pausedWords(state);
-  if (openQuestion(state)) return "Hermes is waiting for your approval";
+  if (openQuestion(state)) return `Hermes is waiting for your approval${state.muted && state.phase === "live" ? ". You are muted" : ""}`;
   if (state.phase === "idle") return doing || "Off";
   if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
   if (settling(state).length) return "Thinking…";

@@ -54,7 +54,7 @@ export function sound(state, event) {
 /** Silence at once; the work goes on. @type {Rule} */
 export function stopSpeaking(state) {
   const next = { ...state, silenced: true, speech: speech.hush(state.speech) };
-  const [told, effects] = note(next, "The user pressed 'Stop speaking': be quiet until they speak again.", null);
+  const [told, effects] = note(next, "The user wants you to be quiet until they speak again.", null);
   return [told, [{ do: "silence", on: true }, ...effects]];
 }
 

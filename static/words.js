@@ -2,7 +2,7 @@
 //
 //   delegation  settling -> sent, captured (it answers a question) -> answered
 //   command     all of the user's newest words, and then it is what the table says -> obeyed
-//   answer      words that began after an open question was placed, once it is quiet
+//   answer      an utterance that began after the voice began to ask, once it is quiet
 //   late        words soon after a question closed: questions.js asks the server
 //   request     everything else that the model hands over, once it is complete
 //   tail        words that go on with a request that was handed over in mid-sentence
@@ -10,14 +10,14 @@
 // Words that nobody handed over stay, and go along with the next request.
 
 import { isOneOf } from "./phrases.js";
-import { answer, ask, lateAnswer, typedAnswer } from "./questions.js";
+import { answer, ask, beginToAsk, lateAnswer, typedAnswer } from "./questions.js";
 import { delegate, stopRun } from "./runs.js";
 import { close } from "./session.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
 import { answerable, assign, chain, each, keep, note, noteAll, openQuestion, say, settling } from "./state.js";
 import * as transcript from "./transcript.js";
-import { goOn, sayAgain } from "./voice.js";
+import { goOn, sayAgain, stopSpeaking } from "./voice.js";
 
 /** @import { EventRule, Rule, State, Step } from "./state.js" */
 /** @typedef {(state: State, ids: string[]) => Step} Command   `ids`: the delegations that came with it */
@@ -38,7 +38,7 @@ export function heard(state, event) {
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
   if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
   else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
-  return [next, []];
+  return [event.speaker === "assistant" ? beginToAsk(next, words.startMs) : next, []];
 }
 
 /** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */
@@ -155,8 +155,8 @@ function hearAnswer(state, quietMs) {
   const run = answerable(state);
   const question = run?.question;
   if (!run || question?.stage !== "asked") return [state, []];
-  /** @type {(f: transcript.Fragment, line: transcript.Line) => boolean} */
-  const after = (f, line) => line.speaker === "user" && line.session === state.attempt && !line.typed && f.startMs >= question.afterMs;
+  const begun = transcript.begunAfter(state.transcript, state.attempt, question.afterMs);
+  const after = (/** @type {transcript.Fragment} */ f) => begun.includes(f);
   const words = transcript.pending(state.transcript, after);
   if (!words.length || state.now - state.speech.userAt < quietMs) return [state, []];
   const command = spokenCommand(state);
@@ -183,6 +183,11 @@ function isSince(state, pieces) {
   return !openQuestion(state) && pieces.length > 0 && pieces[0].at <= state.speech.userAt;
 }
 
+/** Into an answer, "stop" is about the answer. @param {State} state */
+function isTelling({ speech: { sounding, userAt, soundAt, last } }) {
+  return (sounding || userAt - soundAt < ECHO_MS) && last.length > 0 && last[0].at <= userAt;
+}
+
 /** @param {State} state */
 function mayAskAgain(state) {
   const stage = openQuestion(state)?.question?.stage;
@@ -194,6 +199,7 @@ function mayAskAgain(state) {
 const COMMANDS = [
   [(state) => state.terms.hangUpPhrases, () => true, spokenHangUp],
   [(state) => state.stopPhrases, (state) => stoppable(state).length > 0, spokenStop],
+  [(state) => state.stopPhrases, isTelling, spokenHush],
   [(state) => state.repeatPhrases, mayAskAgain, spokenAskAgain],
   [(state) => state.goOnPhrases, (state) => isSince(state, state.speech.kept), spokenGoOn],
   [(state) => state.repeatPhrases, (state) => isSince(state, state.speech.last), spokenSayAgain],
@@ -239,6 +245,15 @@ function spokenStop(state, ids) {
 function spokenAskAgain(state, ids) {
   const key = openQuestion(state)?.key ?? "";
   return chain(commanded(state, ids, null), (s) => noteAll(s, "The question follows once more.", ids), (s) => ask(s, key, ""));
+}
+
+/** @type {Command} */
+function spokenHush(state, ids) {
+  return chain(
+    commanded(state, ids, null),
+    (s) => noteAll(s, "The user wants to hear no more of this answer. No task was running.", ids),
+    (s) => (s.speech.sounding ? stopSpeaking(s) : [{ ...s, speech: speech.hush(s.speech) }, []]),
+  );
 }
 
 /** @type {Command} */

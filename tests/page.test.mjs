@@ -449,8 +449,11 @@ class Walk {
     if (event.type === "stopSpeaking") this.#owed.clear();
   }
 
-  /** What the user asked to hear again is not said twice. */
-  #mayRepeat(event, before, { speech: { waiting, current }, actedAt }) {
+  /** What the user asked to hear again is not said twice, nor is what nobody heard before the session ended. */
+  #mayRepeat(event, before, { phase, attempt, speech: { waiting, current }, actedAt }) {
+    const lost = before.speech.current;
+    const isOver = (phase === "idle" && before.phase !== "idle") || attempt !== before.attempt;
+    if (isOver && lost && !lost.talkedOver && lost.voiced < 0.8 * lost.piece.text.length) this.#said.delete(untitled(lost.piece.text));
     if (!["goOn", "sayAgain"].includes(event.type) && actedAt === before.actedAt) return;
     const earlier = [...before.speech.kept, ...before.speech.last].map(({ text }) => text);
     for (const { text } of current ? [...waiting, current.piece] : waiting) if (earlier.includes(text)) this.#said.delete(untitled(text));
