@@ -3294,14 +3294,16 @@ def post_approve(app: App, request: Request) -> Reply:
     run_id, body = id_of(request.body, "run_id"), request.body
     if ("heard" in body) == ("choice" in body):
         raise BadRequest("Give either 'choice' or 'heard'.")
-    heard = text_of(body, "heard", HEARD_LIMIT) if "heard" in body else None
-    config = app.config
-    if heard is not None and not config.voice_approvals:
-        raise Conflict("Permission is given by click here: use the buttons on the screen.", code="click_only")
-    choice = body["choice"] if heard is None else read_answer(heard, config.yes_phrases, config.no_phrases)
-    if heard is not None and choice is None:
-        log_event("approval.unclear", run=run_id)
-        return Reply({"choice": None, "resolved": 0})
+    by, choice, config = "choice", body.get("choice"), app.config
+    if "heard" in body:
+        by, heard = "voice", text_of(body, "heard", HEARD_LIMIT)
+        if not config.voice_approvals:
+            message = "Permission is given by click here: use the buttons on the screen."
+            raise Conflict(message, code="click_only")
+        choice = read_answer(heard, config.yes_phrases, config.no_phrases)
+        if choice is None:
+            log_event("approval.unclear", run=run_id)
+            return Reply({"choice": None, "resolved": 0})
     if choice not in CHOICES:
         raise BadRequest(f"'choice' must be one of {', '.join(CHOICES)}.")
     request_id = id_of(body, "request_id", "")
@@ -3309,7 +3311,6 @@ def post_approve(app: App, request: Request) -> Reply:
         run = app.find(run_id)
         question = claim_question(run, request_id, choice, app.clock())
     answer_hermes(app, run, question, choice)
-    by = "choice" if heard is None else "voice"
     app.journal.note_approval(run, question, choice, by, time.time())
     log_event("approval.answered", run=run.id, request=question.request_id, choice=choice, by=by)
     return Reply({"choice": choice, "resolved": 1})
