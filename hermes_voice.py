@@ -1560,22 +1560,17 @@ class RunBook:
         self._forget()
         return run
 
-    def steer(self, run: Run, delegation: str, lines: list[Json]) -> None:
+    def steer(self, run: Run, delegation: str, lines: list[Json]) -> Steer:
         """Words are handed to a running run. It is answerable for them until it ends."""
         run.delegations.append(delegation)
         run.steers.append(Steer(delegation, lines, run.stream.rounds))
+        return run.steers[-1]
 
-    def steered(self, run: Run, delegation: str) -> None:
-        """Hermes took the words, or may have."""
-        for steer in run.steers:
-            steer.taken = steer.taken or steer.delegation == delegation
-
-    def unsteer(self, run: Run, delegation: str) -> None:
+    def unsteer(self, run: Run, steer: Steer) -> None:
         """Hermes did not take the words: they are free again, unless the user's stop dropped them."""
-        kept = [steer for steer in run.steers if steer.delegation != delegation]
-        if len(kept) < len(run.steers):
-            run.steers = kept
-            run.delegations.remove(delegation)
+        if steer in run.steers:
+            run.steers.remove(steer)
+            run.delegations.remove(steer.delegation)
 
     def go_on(self, run: Run, run_id: str, now: float) -> Run | None:
         """Return the run that becomes of what an ended one did not read, if there is any."""
@@ -2851,12 +2846,12 @@ def route(app: App, conversation: str, delegation: str, lines: list[Json]) -> Ru
         if known:
             return known
         active = book.active(conversation)
-        steered = active if policy == "steer" and active and active.state == "running" else None
-        if steered:
-            book.steer(steered, delegation, lines)
-            app.announce(steered)
-    if steered:
-        hand_over(app, steered, delegation, lines)
+        steer = None
+        if policy == "steer" and active and active.state == "running":
+            steer = book.steer(active, delegation, lines)
+            app.announce(active)
+    if active and steer:
+        hand_over(app, active, steer)
     with app.changed:
         # The run that took the words may have ended, and they have gone on into another one.
         known = book.find(conversation, delegation)
@@ -2875,20 +2870,19 @@ def is_starting(run: Run | None) -> bool:
     return run is not None and run.state == "starting"
 
 
-def hand_over(app: App, run: Run, delegation: str, lines: list[Json]) -> None:
+def hand_over(app: App, run: Run, steer: Steer) -> None:
     """Hand words to a running run. If Hermes does not take them, they are free again."""
     taken = True
     try:
-        app.hermes.steer(run.hermes_id, request_text(lines))
+        app.hermes.steer(run.hermes_id, request_text(steer.lines))
     except UpstreamError as error:
         log_event("run.unsteered", run=run.id, detail=error.detail)
         # They may have arrived: the run's end tells whether they were read.
         taken = error.answered is None and error.arrived
     with app.changed:
-        if taken:
-            app.book.steered(run, delegation)
-        else:
-            app.book.unsteer(run, delegation)
+        steer.taken = taken
+        if not taken:
+            app.book.unsteer(run, steer)
         app.go_on(run)
 
 

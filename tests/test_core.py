@@ -1347,8 +1347,7 @@ class Talk:
         return run
 
     def steered(self, run, delegation, text):
-        self.book.steer(run, delegation, [user(text)])
-        self.book.steered(run, delegation)
+        self.book.steer(run, delegation, [user(text)]).taken = True
 
     def go_on(self, run):
         self.count += 1
@@ -1710,9 +1709,9 @@ def test_the_users_stop_drops_what_was_not_read():
 def test_words_that_hermes_refuses_are_free_again():
     talk = Talk()
     run = talk.started("d1")
-    talk.book.steer(run, "d2", [user("And bread.")])
+    steer = talk.book.steer(run, "d2", [user("And bread.")])
 
-    talk.book.unsteer(run, "d2")
+    talk.book.unsteer(run, steer)
 
     assert talk.book.find("talk", "d2") is None
     end(run)
@@ -1722,13 +1721,13 @@ def test_words_that_hermes_refuses_are_free_again():
 def test_words_whose_answer_is_outstanding_at_the_end_are_judged_when_it_comes():
     talk = Talk()
     refused, taken = talk.started("d1"), Talk(talk.book, "other").started("d1")
+    steers = [talk.book.steer(run, "d2", [user("And bread.")]) for run in (refused, taken)]
     for run in (refused, taken):
-        talk.book.steer(run, "d2", [user("And bread.")])
         read_into(run, event("tool.completed") + event("run.completed", pending_steer="And bread."))
         assert talk.go_on(run) is None
 
-    talk.book.unsteer(refused, "d2")
-    talk.book.steered(taken, "d2")
+    talk.book.unsteer(refused, steers[0])
+    steers[1].taken = True
 
     assert talk.book.find("talk", "d2") is None
     after = talk.go_on(taken)
@@ -1739,11 +1738,11 @@ def test_words_whose_answer_is_outstanding_at_the_end_are_judged_when_it_comes()
 def test_words_that_come_back_late_wait_for_the_run_that_works():
     talk = Talk()
     first = talk.started("d1")
-    talk.book.steer(first, "d2", [user("And bread.")])
+    steer = talk.book.steer(first, "d2", [user("And bread.")])
     read_into(first, event("run.completed", pending_steer="And bread."))
     talk.go_on(first)
     second = talk.started("d3")
-    talk.book.steered(first, "d2")
+    steer.taken = True
 
     after = talk.go_on(first)
 
@@ -1916,21 +1915,20 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=PICK)
     def steer(self, pick):
         run, delegation = self.one(pick, "running"), self.new_delegation()
-        self.book.steer(run, delegation, [user(f"<{delegation}>")])
         self.owners[run.conversation, delegation] = run
-        self.asking[delegation] = run
+        self.asking[delegation] = run, self.book.steer(run, delegation, [user(f"<{delegation}>")])
 
     @precondition(lambda machine: machine.asking)
     @rule(pick=PICK, policy=st.sampled_from(["restart", "queue"]), taken=st.booleans())
     def answer_a_steer(self, pick, policy, taken):
         delegation = sorted(self.asking)[pick % len(self.asking)]
-        run = self.asking.pop(delegation)
+        run, steer = self.asking.pop(delegation)
         taken = taken and run.state == "running"
         if taken:
             self.pending[delegation] = run
-            self.book.steered(run, delegation)
+            steer.taken = True
         else:
-            self.book.unsteer(run, delegation)
+            self.book.unsteer(run, steer)
             if self.book.find(run.conversation, delegation) is None:
                 self.claim_for(run.conversation, delegation, policy)
             else:

@@ -399,9 +399,9 @@ def test_a_delegation_is_found_in_its_own_conversation(journal):
 def test_a_delegation_that_was_taken_back_is_free(journal):
     maker = Maker()
     run = maker.running()
-    maker.book.steer(run, "d2", [user("And bread.")])
+    steer = maker.book.steer(run, "d2", [user("And bread.")])
     journal.save(run)
-    maker.book.unsteer(run, "d2")
+    maker.book.unsteer(run, steer)
     journal.save(run)
 
     assert journal.run_for("c1", "d2") is None
@@ -412,8 +412,7 @@ def test_a_delegation_that_was_taken_back_is_free(journal):
 def test_a_delegation_that_went_on_is_found_on_the_later_run(journal, order):
     maker = Maker()
     run = maker.running()
-    maker.book.steer(run, "s1", [user("And bread.")])
-    maker.book.steered(run, "s1")
+    maker.book.steer(run, "s1", [user("And bread.")]).taken = True
     journal.save(run)
     run.publish(run.stream.give_up("failed", "Oops."))
     after = maker.book.go_on(run, "after", 9.0)
