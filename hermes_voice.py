@@ -1245,9 +1245,10 @@ class RunStream:
 
     def close_question(self, reason: str) -> list[Json]:
         """Close the open question, if there is one."""
-        if self.question is None:
-            return []
+        # Looked at once: an answer's thread may close it while the run's own reads of the answer.
         closed, self.question = self.question, None
+        if closed is None:
+            return []
         return [{"type": "approval_closed", "request_id": closed.request_id, "reason": reason}]
 
     def _read(self, name: object, event: Json, now: float) -> list[Json]:
@@ -1323,7 +1324,7 @@ def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
     offered = event.get("choices")
     choices = tuple(c for c in CHOICES if c in offered) if isinstance(offered, list) else ()
     updates = stream.close_question("timeout")
-    stream.question = Question(
+    stream.question = question = Question(
         request_id=stream._asked[-1],
         bound=bound,
         command=_words(event, "command", LINE_CHARS),
@@ -1331,7 +1332,7 @@ def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
         choices=choices or ("once", "deny"),
         until=now + stream.approval_seconds,
     )
-    return [*updates, question_update(stream.question, now)]
+    return [*updates, question_update(question, now)]
 
 
 def question_update(question: Question, now: float) -> Json:

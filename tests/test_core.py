@@ -34,6 +34,7 @@ from hermes_voice import (
     TRANSCRIPT_MESSAGES,
     UPDATES_LIMIT,
     Garbled,
+    Question,
     RunBook,
     RunStream,
     SSEDecoder,
@@ -1192,6 +1193,25 @@ def test_the_end_of_the_tool_closes_its_question():
     updates = read(event("tool.completed", tool="terminal", error=True), stream=asking())
 
     assert [update["type"] for update in updates] == ["approval_closed", "tool"]
+
+
+def test_a_question_that_two_threads_close_at_once_is_no_error():
+    class Raced(RunStream):
+        """Its question is closed by another thread as soon as it was looked at."""
+
+        @property
+        def question(self):
+            seen, self.seen = self.seen, None
+            return seen
+
+        @question.setter
+        def question(self, question):
+            self.seen = question
+
+    stream = Raced()
+    stream.question = Question("q0", None, "rm", "", ("once", "deny"), 60.0)
+
+    assert [update["request_id"] for update in stream.close_question("answered")] == ["q0"]
 
 
 def test_a_stop_closes_the_question_and_no_other_is_asked():
