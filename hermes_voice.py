@@ -1830,9 +1830,6 @@ class Journal:
         # Surviving a power cut costs a disk flush for each write, of which there are few.
         self._database.execute("pragma journal_mode = wal")
         self._database.execute("pragma synchronous = full")
-        self._prepare()
-
-    def _prepare(self) -> None:
         version = sound_version(self._database)
         if version < SCHEMA_VERSION:
             steps = "".join(SCHEMAS[version:])
