@@ -1609,11 +1609,11 @@ class RunBook:
         """The run's turn has come. Return what to ask Hermes, None if it was stopped."""
         if run.final is not None:
             return None
-        before = run.replaces
         if self.active(run.conversation) is not run:
             raise AssertionError("a run before has not ended")
-        carried = before and before.superseded_by == run.id
-        if carried and before and before.final and before.final["finish_reason"] != "stop":
+        before = run.replaces
+        unanswered = before and before.final and before.final["finish_reason"] != "stop"
+        if before and unanswered and before.superseded_by == run.id:
             run.earlier = [*before.earlier, request_text(before.lines)]
             unknown = ["what came before hermes-voice was restarted is not known"] * before.resumed
             run.steps_before = [*before.steps_before, *unknown, *before.stream.steps]
@@ -3213,10 +3213,8 @@ def get_updates(app: App, request: Request) -> Updates:
 
 def updates_after(app: App, run: Run, after: int) -> Iterator[list[Json]]:
     """Batches of a run's updates: `run` first, one final update last, never long silence."""
-    with app.changed:
-        age = max(0, round(time.time() - run.created))
-        first = {"type": "run", "run_id": run.id, "state": run.state, "seconds": age}
-    yield [{**first, "seq": min(after, run.seq)}]
+    age, seq = max(0, round(time.time() - run.created)), min(after, run.seq)
+    yield [{"type": "run", "run_id": run.id, "state": run.state, "seconds": age, "seq": seq}]
     while True:
         with app.changed:
             news = lambda seen=after: run.seq > seen or run.final or app.closing  # noqa: E731
