@@ -617,7 +617,19 @@ unless they ask for it. Coughs, background voices and words meant for others are
 interruption.
 
 ## Delegation policy
-{delegation}
+Backend tools: Hermes, an agent with a shell, files, the web, memory and the user's own tools.{backend}
+
+Delegate to the backend when:
+- the user wants anything looked up, checked, read, written, changed, run, remembered,
+  planned, compared or researched, on their computer or on the internet
+- the answer needs facts about the user, their files, devices, projects, mail or calendar
+- the user asks how running work is going, corrects it or adds to it
+- you are not certain of an answer{at_once}
+
+Do not delegate to the backend when:
+- the user greets, thanks, chats, or asks you to repeat or rephrase what was just said
+- the user is still thinking aloud, or you did not understand; ask one short question
+- the user answers a question for permission; their words reach Hermes by themselves{before}
 
 Delegate each request once, then wait for the result. Corrections and additions to a
 request that is being worked on are delegated as well.
@@ -633,42 +645,21 @@ to say. Ask it once, clearly, and then wait in silence for the user's own yes or
 answer it yourself, never urge, and never say that it was allowed or refused until you are
 told so.{extra}"""
 
-_DELEGATE_WHEN = """\
-the user wants anything looked up, checked, read, written, changed, run, remembered,
-  planned, compared or researched, on their computer or on the internet
-- the answer needs facts about the user, their files, devices, projects, mail or calendar
-- the user asks how running work is going, corrects it or adds to it
-- you are not certain of an answer"""
-
-_DO_NOT_DELEGATE_WHEN = """\
-the user greets, thanks, chats, or asks you to repeat or rephrase what was just said
-- the user is still thinking aloud, or you did not understand; ask one short question
-- the user answers a question for permission; their words reach Hermes by themselves"""
-
-# One wording of the handoff for each model family. The first family was taught with the
-# labelled lists, the second with a handoff described in plain language.
+# What the model families are told differently: the first was taught with the labelled lists,
+# the second with a handoff described in plain language.
 DELEGATION = {
-    "gpt-live-1": f"""\
-Backend tools: Hermes, an agent with a shell, files, the web, memory and the user's own tools.
-
-Delegate to the backend when:
-- {_DELEGATE_WHEN}
-
-Do not delegate to the backend when:
-- {_DO_NOT_DELEGATE_WHEN}
-
-Delegate before giving an answer that needs the backend.""",
-    "gpt-live-1.1": f"""\
-Backend tools: Hermes, an agent with a shell, files, the web, memory and the user's own tools.
-It hears the conversation when you hand over, so you need not repeat the request to it.
-
-Delegate to the backend when:
-- {_DELEGATE_WHEN}
-As soon as you know that Hermes is needed, hand the conversation over before you say
-anything about the matter itself, then wait until the result arrives.
-
-Do not delegate to the backend when:
-- {_DO_NOT_DELEGATE_WHEN}""",
+    "gpt-live-1": {
+        "backend": "",
+        "at_once": "",
+        "before": "\n\nDelegate before giving an answer that needs the backend.",
+    },
+    "gpt-live-1.1": {
+        "backend": "\nIt hears the conversation when you hand over, so you need not repeat the request"
+        " to it.",
+        "at_once": "\nAs soon as you know that Hermes is needed, hand the conversation over before you say"
+        "\nanything about the matter itself, then wait until the result arrives.",
+        "before": "",
+    },
 }
 
 BACKEND_NOTE = """\
@@ -693,7 +684,7 @@ def persona(config: Config) -> str:
     words = glossary_lines(config.glossary)
     extra = f"\n\n## Words you may hear\n{words}" if words else ""
     extra += f"\n\n## Also\n{config.instructions}" if config.instructions else ""
-    return PERSONA.format(language=language, delegation=DELEGATION[family], extra=extra)
+    return PERSONA.format(language=language, extra=extra, **DELEGATION[family])
 
 
 def backend_note(config: Config) -> str:
