@@ -1959,15 +1959,13 @@ class Journal:
         )
         for (conversation,) in self._read(query, at):
             self.forget(conversation)
-        for table, (order, extra) in {
-            "runs": ("created", "ended and "),
-            "lines": ("at", ""),
-            "approvals": ("at", ""),
-            "sessions": ("opened", "ended and "),
-        }.items():
-            old = f"select rowid from {table} order by {order} desc limit -1 offset ?"
-            self._write((f"delete from {table} where {extra}rowid in ({old})", most[table]))
-        self._write(("delete from delegations where run not in (select id from runs)",))
+        ages = {"runs": "created", "lines": "at", "approvals": "at", "sessions": "opened"}
+        for table, age in ages.items():
+            ended = "ended and " if table in ("runs", "sessions") else ""
+            old = f"select rowid from {table} order by {age} desc limit -1 offset ?"
+            self._write((f"delete from {table} where {ended}rowid in ({old})", most[table]))
+        for table in ("delegations", "approvals"):
+            self._write((f"delete from {table} where run not in (select id from runs)",))
 
     def close(self) -> None:
         """Write what is left and let the file go."""
