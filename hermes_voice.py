@@ -1269,17 +1269,16 @@ class RunStream:
 
 
 def _words(event: Json, key: str, limit: int = PREVIEW_CHARS) -> str:
-    value = event.get(key)
-    if not isinstance(value, str):
-        return ""
-    text = mask(_whole(value[: limit * 2]))
+    whole = _string(event, key)
+    text = mask(whole[: limit * 2])
     # What is asked for must not look whole when it is not.
-    return text if len(text) <= limit and len(value) <= limit * 2 else f"{text[: limit - 1]}…"
+    return text if len(text) <= limit and len(whole) <= limit * 2 else f"{text[: limit - 1]}…"
 
 
-def _whole(text: str) -> str:
+def _string(event: Json, key: str) -> str:
+    value = event.get(key)
     # A string in JSON can hold half a character, which UTF-8 cannot.
-    return text.encode(errors="replace").decode()
+    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
 
 
 def _bound_id(question: Json) -> str | None:
@@ -1371,9 +1370,7 @@ FINISH_REASONS = {
 
 
 def _ended(state: str, stream: RunStream, event: Json, now: float) -> list[Json]:
-    output, unread = event.get("output"), event.get("pending_steer")
-    stream.unread = unread if isinstance(unread, str) else ""
-    output = _whole(output).strip() if isinstance(output, str) else ""
+    stream.unread, output = _string(event, "pending_steer"), _string(event, "output").strip()
     code, message = _ending_words(state, output, str(event.get("error") or ""))
     return stream._end(FINISH_REASONS[state], output, code, message, event.get("usage"))
 
