@@ -791,9 +791,7 @@ def transcript_answer(messages: Sequence[Json], request: str) -> str | None:
     """The stored answer to a request whose run is gone, None if there is none."""
     answer = None
     asked = False
-    for message in messages:
-        if not _is_talk(message):
-            continue
+    for message in filter(_is_talk, messages):
         if message["role"] == "user":
             asked, answer = message["content"].strip() == request.strip(), None
         elif asked and not message.get("tool_calls"):
