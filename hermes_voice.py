@@ -610,7 +610,19 @@ unless they ask for it. Coughs, background voices and words meant for others are
 interruption.
 
 ## Delegation policy
-{delegation}
+Backend tools: Hermes, an agent with a shell, files, the web, memory and the user's own tools.{backend}
+
+Delegate to the backend when:
+- the user wants anything looked up, checked, read, written, changed, run, remembered,
+  planned, compared or researched, on their computer or on the internet
+- the answer needs facts about the user, their files, devices, projects, mail or calendar
+- the user asks how running work is going, corrects it or adds to it
+- you are not certain of an answer{at_once}
+
+Do not delegate to the backend when:
+- the user greets, thanks, chats, or asks you to repeat or rephrase what was just said
+- the user is still thinking aloud, or you did not understand; ask one short question
+- the user answers a question for permission; their words reach Hermes by themselves{before}
 
 Delegate each request once, then wait for the result. Corrections and additions to a
 request that is being worked on are delegated as well.
@@ -626,42 +638,21 @@ to say. Ask it once, clearly, and then wait in silence for the user's own yes or
 answer it yourself, never urge, and never say that it was allowed or refused until you are
 told so.{extra}"""
 
-_DELEGATE_WHEN = """\
-the user wants anything looked up, checked, read, written, changed, run, remembered,
-  planned, compared or researched, on their computer or on the internet
-- the answer needs facts about the user, their files, devices, projects, mail or calendar
-- the user asks how running work is going, corrects it or adds to it
-- you are not certain of an answer"""
-
-_DO_NOT_DELEGATE_WHEN = """\
-the user greets, thanks, chats, or asks you to repeat or rephrase what was just said
-- the user is still thinking aloud, or you did not understand; ask one short question
-- the user answers a question for permission; their words reach Hermes by themselves"""
-
-# One wording of the handoff for each model family. The first family was taught with the
-# labelled lists, the second with a handoff described in plain language.
+# What the model families are told differently: the first was taught with the labelled lists,
+# the second with a handoff described in plain language.
 DELEGATION = {
-    "gpt-live-1": f"""\
-Backend tools: Hermes, an agent with a shell, files, the web, memory and the user's own tools.
-
-Delegate to the backend when:
-- {_DELEGATE_WHEN}
-
-Do not delegate to the backend when:
-- {_DO_NOT_DELEGATE_WHEN}
-
-Delegate before giving an answer that needs the backend.""",
-    "gpt-live-1.1": f"""\
-Backend tools: Hermes, an agent with a shell, files, the web, memory and the user's own tools.
-It hears the conversation when you hand over, so you need not repeat the request to it.
-
-Delegate to the backend when:
-- {_DELEGATE_WHEN}
-As soon as you know that Hermes is needed, hand the conversation over before you say
-anything about the matter itself, then wait until the result arrives.
-
-Do not delegate to the backend when:
-- {_DO_NOT_DELEGATE_WHEN}""",
+    "gpt-live-1": {
+        "backend": "",
+        "at_once": "",
+        "before": "\n\nDelegate before giving an answer that needs the backend.",
+    },
+    "gpt-live-1.1": {
+        "backend": "\nIt hears the conversation when you hand over, so you need not repeat the request"
+        " to it.",
+        "at_once": "\nAs soon as you know that Hermes is needed, hand the conversation over before you say"
+        "\nanything about the matter itself, then wait until the result arrives.",
+        "before": "",
+    },
 }
 
 BACKEND_NOTE = """\
@@ -686,7 +677,7 @@ def persona(config: Config) -> str:
     words = glossary_lines(config.glossary)
     extra = f"\n\n## Words you may hear\n{words}" if words else ""
     extra += f"\n\n## Also\n{config.instructions}" if config.instructions else ""
-    return PERSONA.format(language=language, delegation=DELEGATION[family], extra=extra)
+    return PERSONA.format(language=language, extra=extra, **DELEGATION[family])
 
 
 def backend_note(config: Config) -> str:
@@ -793,9 +784,7 @@ def transcript_answer(messages: Sequence[Json], request: str) -> str | None:
     """The stored answer to a request whose run is gone, None if there is none."""
     answer = None
     asked = False
-    for message in messages:
-        if not _is_talk(message):
-            continue
+    for message in filter(_is_talk, messages):
         if message["role"] == "user":
             asked, answer = message["content"].strip() == request.strip(), None
         elif asked and not message.get("tool_calls"):
@@ -1252,9 +1241,10 @@ class RunStream:
 
     def close_question(self, reason: str) -> list[Json]:
         """Close the open question, if there is one."""
-        if self.question is None:
-            return []
+        # Looked at once: an answer's thread may close it while the run's own reads of the answer.
         closed, self.question = self.question, None
+        if closed is None:
+            return []
         return [{"type": "approval_closed", "request_id": closed.request_id, "reason": reason}]
 
     def _read(self, name: object, event: Json, now: float) -> list[Json]:
@@ -1284,17 +1274,16 @@ class RunStream:
 
 
 def _words(event: Json, key: str, limit: int = PREVIEW_CHARS) -> str:
-    value = event.get(key)
-    if not isinstance(value, str):
-        return ""
-    text = mask(_whole(value[: limit * 2]))
+    whole = _string(event, key)
+    text = mask(whole[: limit * 2])
     # What is asked for must not look whole when it is not.
-    return text if len(text) <= limit and len(value) <= limit * 2 else f"{text[: limit - 1]}…"
+    return text if len(text) <= limit and len(whole) <= limit * 2 else f"{text[: limit - 1]}…"
 
 
-def _whole(text: str) -> str:
+def _string(event: Json, key: str) -> str:
+    value = event.get(key)
     # A string in JSON can hold half a character, which UTF-8 cannot.
-    return text.encode(errors="replace").decode()
+    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
 
 
 def _bound_id(question: Json) -> str | None:
@@ -1330,7 +1319,7 @@ def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
     offered = event.get("choices")
     choices = tuple(c for c in CHOICES if c in offered) if isinstance(offered, list) else ()
     updates = stream.close_question("timeout")
-    stream.question = Question(
+    stream.question = question = Question(
         request_id=stream._asked[-1],
         bound=bound,
         command=_words(event, "command", LINE_CHARS),
@@ -1338,7 +1327,7 @@ def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
         choices=choices or ("once", "deny"),
         until=now + stream.approval_seconds,
     )
-    return [*updates, question_update(stream.question, now)]
+    return [*updates, question_update(question, now)]
 
 
 def question_update(question: Question, now: float) -> Json:
@@ -1386,9 +1375,7 @@ FINISH_REASONS = {
 
 
 def _ended(state: str, stream: RunStream, event: Json, now: float) -> list[Json]:
-    output, unread = event.get("output"), event.get("pending_steer")
-    stream.unread = unread if isinstance(unread, str) else ""
-    output = _whole(output).strip() if isinstance(output, str) else ""
+    stream.unread, output = _string(event, "pending_steer"), _string(event, "output").strip()
     code, message = _ending_words(state, output, str(event.get("error") or ""))
     return stream._end(FINISH_REASONS[state], output, code, message, event.get("usage"))
 
@@ -1567,22 +1554,17 @@ class RunBook:
         self._forget()
         return run
 
-    def steer(self, run: Run, delegation: str, lines: list[Json]) -> None:
+    def steer(self, run: Run, delegation: str, lines: list[Json]) -> Steer:
         """Words are handed to a running run. It is answerable for them until it ends."""
         run.delegations.append(delegation)
         run.steers.append(Steer(delegation, lines, run.stream.rounds))
+        return run.steers[-1]
 
-    def steered(self, run: Run, delegation: str) -> None:
-        """Hermes took the words, or may have."""
-        for steer in run.steers:
-            steer.taken = steer.taken or steer.delegation == delegation
-
-    def unsteer(self, run: Run, delegation: str) -> None:
+    def unsteer(self, run: Run, steer: Steer) -> None:
         """Hermes did not take the words: they are free again, unless the user's stop dropped them."""
-        kept = [steer for steer in run.steers if steer.delegation != delegation]
-        if len(kept) < len(run.steers):
-            run.steers = kept
-            run.delegations.remove(delegation)
+        if steer in run.steers:
+            run.steers.remove(steer)
+            run.delegations.remove(steer.delegation)
 
     def go_on(self, run: Run, run_id: str, now: float) -> Run | None:
         """Return the run that becomes of what an ended one did not read, if there is any."""
@@ -1620,11 +1602,11 @@ class RunBook:
         """The run's turn has come. Return what to ask Hermes, None if it was stopped."""
         if run.final is not None:
             return None
-        before = run.replaces
         if self.active(run.conversation) is not run:
             raise AssertionError("a run before has not ended")
-        carried = before and before.superseded_by == run.id
-        if carried and before and before.final and before.final["finish_reason"] != "stop":
+        before = run.replaces
+        unanswered = before and before.final and before.final["finish_reason"] != "stop"
+        if before and unanswered and before.superseded_by == run.id:
             run.earlier = [*before.earlier, request_text(before.lines)]
             unknown = ["what came before hermes-voice was restarted is not known"] * before.resumed
             run.steps_before = [*before.steps_before, *unknown, *before.stream.steps]
@@ -1841,9 +1823,6 @@ class Journal:
         # Surviving a power cut costs a disk flush for each write, of which there are few.
         self._database.execute("pragma journal_mode = wal")
         self._database.execute("pragma synchronous = full")
-        self._prepare()
-
-    def _prepare(self) -> None:
         version = sound_version(self._database)
         if version < SCHEMA_VERSION:
             steps = "".join(SCHEMAS[version:])
@@ -1982,15 +1961,13 @@ class Journal:
         )
         for (conversation,) in self._read(query, at):
             self.forget(conversation)
-        for table, (order, extra) in {
-            "runs": ("created", "ended and "),
-            "lines": ("at", ""),
-            "approvals": ("at", ""),
-            "sessions": ("opened", "ended and "),
-        }.items():
-            old = f"select rowid from {table} order by {order} desc limit -1 offset ?"
-            self._write((f"delete from {table} where {extra}rowid in ({old})", most[table]))
-        self._write(("delete from delegations where run not in (select id from runs)",))
+        ages = {"runs": "created", "lines": "at", "approvals": "at", "sessions": "opened"}
+        for table, age in ages.items():
+            ended = "ended and " if table in ("runs", "sessions") else ""
+            old = f"select rowid from {table} order by {age} desc limit -1 offset ?"
+            self._write((f"delete from {table} where {ended}rowid in ({old})", most[table]))
+        for table in ("delegations", "approvals"):
+            self._write((f"delete from {table} where run not in (select id from runs)",))
 
     def close(self) -> None:
         """Write what is left and let the file go."""
@@ -2863,12 +2840,12 @@ def route(app: App, conversation: str, delegation: str, lines: list[Json]) -> Ru
         if known:
             return known
         active = book.active(conversation)
-        steered = active if policy == "steer" and active and active.state == "running" else None
-        if steered:
-            book.steer(steered, delegation, lines)
-            app.announce(steered)
-    if steered:
-        hand_over(app, steered, delegation, lines)
+        steer = None
+        if policy == "steer" and active and active.state == "running":
+            steer = book.steer(active, delegation, lines)
+            app.announce(active)
+    if active and steer:
+        hand_over(app, active, steer)
     with app.changed:
         # The run that took the words may have ended, and they have gone on into another one.
         known = book.find(conversation, delegation)
@@ -2887,20 +2864,19 @@ def is_starting(run: Run | None) -> bool:
     return run is not None and run.state == "starting"
 
 
-def hand_over(app: App, run: Run, delegation: str, lines: list[Json]) -> None:
+def hand_over(app: App, run: Run, steer: Steer) -> None:
     """Hand words to a running run. If Hermes does not take them, they are free again."""
     taken = True
     try:
-        app.hermes.steer(run.hermes_id, request_text(lines))
+        app.hermes.steer(run.hermes_id, request_text(steer.lines))
     except UpstreamError as error:
         log_event("run.unsteered", run=run.id, detail=error.detail)
         # They may have arrived: the run's end tells whether they were read.
         taken = error.answered is None and error.arrived
     with app.changed:
-        if taken:
-            app.book.steered(run, delegation)
-        else:
-            app.book.unsteer(run, delegation)
+        steer.taken = taken
+        if not taken:
+            app.book.unsteer(run, steer)
         app.go_on(run)
 
 
@@ -3233,10 +3209,8 @@ def get_updates(app: App, request: Request) -> Updates:
 
 def updates_after(app: App, run: Run, after: int) -> Iterator[list[Json]]:
     """Batches of a run's updates: `run` first, one final update last, never long silence."""
-    with app.changed:
-        age = max(0, round(time.time() - run.created))
-        first = {"type": "run", "run_id": run.id, "state": run.state, "seconds": age}
-    yield [{**first, "seq": min(after, run.seq)}]
+    age, seq = max(0, round(time.time() - run.created)), min(after, run.seq)
+    yield [{"type": "run", "run_id": run.id, "state": run.state, "seconds": age, "seq": seq}]
     while True:
         with app.changed:
             news = lambda seen=after: run.seq > seen or run.final or app.closing  # noqa: E731
@@ -3306,14 +3280,16 @@ def post_approve(app: App, request: Request) -> Reply:
     run_id, body = id_of(request.body, "run_id"), request.body
     if ("heard" in body) == ("choice" in body):
         raise BadRequest("Give either 'choice' or 'heard'.")
-    heard = text_of(body, "heard", HEARD_LIMIT) if "heard" in body else None
-    config = app.config
-    if heard is not None and not config.voice_approvals:
-        raise Conflict("Permission is given by click here: use the buttons on the screen.", code="click_only")
-    choice = body["choice"] if heard is None else read_answer(heard, config.yes_phrases, config.no_phrases)
-    if heard is not None and choice is None:
-        log_event("approval.unclear", run=run_id)
-        return Reply({"choice": None, "resolved": 0})
+    by, choice, config = "choice", body.get("choice"), app.config
+    if "heard" in body:
+        by, heard = "voice", text_of(body, "heard", HEARD_LIMIT)
+        if not config.voice_approvals:
+            message = "Permission is given by click here: use the buttons on the screen."
+            raise Conflict(message, code="click_only")
+        choice = read_answer(heard, config.yes_phrases, config.no_phrases)
+        if choice is None:
+            log_event("approval.unclear", run=run_id)
+            return Reply({"choice": None, "resolved": 0})
     if choice not in CHOICES:
         raise BadRequest(f"'choice' must be one of {', '.join(CHOICES)}.")
     request_id = id_of(body, "request_id", "")
@@ -3321,7 +3297,6 @@ def post_approve(app: App, request: Request) -> Reply:
         run = app.find(run_id)
         question = claim_question(run, request_id, choice, app.clock())
     answer_hermes(app, run, question, choice)
-    by = "choice" if heard is None else "voice"
     app.journal.note_approval(run, question, choice, by, time.time())
     log_event("approval.answered", run=run.id, request=question.request_id, choice=choice, by=by)
     return Reply({"choice": choice, "resolved": 1})

@@ -34,6 +34,7 @@ from hermes_voice import (
     TRANSCRIPT_MESSAGES,
     UPDATES_LIMIT,
     Garbled,
+    Question,
     RunBook,
     RunStream,
     SSEDecoder,
@@ -1263,6 +1264,25 @@ def test_the_end_of_the_tool_closes_its_question():
     assert [update["type"] for update in updates] == ["approval_closed", "tool"]
 
 
+def test_a_question_that_two_threads_close_at_once_is_no_error():
+    class Raced(RunStream):
+        """Its question is closed by another thread as soon as it was looked at."""
+
+        @property
+        def question(self):
+            seen, self.seen = self.seen, None
+            return seen
+
+        @question.setter
+        def question(self, question):
+            self.seen = question
+
+    stream = Raced()
+    stream.question = Question("q0", None, "rm", "", ("once", "deny"), 60.0)
+
+    assert [update["request_id"] for update in stream.close_question("answered")] == ["q0"]
+
+
 def test_a_stop_closes_the_question_and_no_other_is_asked():
     stream = asking()
 
@@ -1416,8 +1436,7 @@ class Talk:
         return run
 
     def steered(self, run, delegation, text):
-        self.book.steer(run, delegation, [user(text)])
-        self.book.steered(run, delegation)
+        self.book.steer(run, delegation, [user(text)]).taken = True
 
     def go_on(self, run):
         self.count += 1
@@ -1779,9 +1798,9 @@ def test_the_users_stop_drops_what_was_not_read():
 def test_words_that_hermes_refuses_are_free_again():
     talk = Talk()
     run = talk.started("d1")
-    talk.book.steer(run, "d2", [user("And bread.")])
+    steer = talk.book.steer(run, "d2", [user("And bread.")])
 
-    talk.book.unsteer(run, "d2")
+    talk.book.unsteer(run, steer)
 
     assert talk.book.find("talk", "d2") is None
     end(run)
@@ -1791,13 +1810,13 @@ def test_words_that_hermes_refuses_are_free_again():
 def test_words_whose_answer_is_outstanding_at_the_end_are_judged_when_it_comes():
     talk = Talk()
     refused, taken = talk.started("d1"), Talk(talk.book, "other").started("d1")
+    steers = [talk.book.steer(run, "d2", [user("And bread.")]) for run in (refused, taken)]
     for run in (refused, taken):
-        talk.book.steer(run, "d2", [user("And bread.")])
         read_into(run, event("tool.completed") + event("run.completed", pending_steer="And bread."))
         assert talk.go_on(run) is None
 
-    talk.book.unsteer(refused, "d2")
-    talk.book.steered(taken, "d2")
+    talk.book.unsteer(refused, steers[0])
+    steers[1].taken = True
 
     assert talk.book.find("talk", "d2") is None
     after = talk.go_on(taken)
@@ -1808,11 +1827,11 @@ def test_words_whose_answer_is_outstanding_at_the_end_are_judged_when_it_comes()
 def test_words_that_come_back_late_wait_for_the_run_that_works():
     talk = Talk()
     first = talk.started("d1")
-    talk.book.steer(first, "d2", [user("And bread.")])
+    steer = talk.book.steer(first, "d2", [user("And bread.")])
     read_into(first, event("run.completed", pending_steer="And bread."))
     talk.go_on(first)
     second = talk.started("d3")
-    talk.book.steered(first, "d2")
+    steer.taken = True
 
     after = talk.go_on(first)
 
@@ -1985,21 +2004,20 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(pick=PICK)
     def steer(self, pick):
         run, delegation = self.one(pick, "running"), self.new_delegation()
-        self.book.steer(run, delegation, [user(f"<{delegation}>")])
         self.owners[run.conversation, delegation] = run
-        self.asking[delegation] = run
+        self.asking[delegation] = run, self.book.steer(run, delegation, [user(f"<{delegation}>")])
 
     @precondition(lambda machine: machine.asking)
     @rule(pick=PICK, policy=st.sampled_from(["restart", "queue"]), taken=st.booleans())
     def answer_a_steer(self, pick, policy, taken):
         delegation = sorted(self.asking)[pick % len(self.asking)]
-        run = self.asking.pop(delegation)
+        run, steer = self.asking.pop(delegation)
         taken = taken and run.state == "running"
         if taken:
             self.pending[delegation] = run
-            self.book.steered(run, delegation)
+            steer.taken = True
         else:
-            self.book.unsteer(run, delegation)
+            self.book.unsteer(run, steer)
             if self.book.find(run.conversation, delegation) is None:
                 self.claim_for(run.conversation, delegation, policy)
             else:

@@ -399,9 +399,9 @@ def test_a_delegation_is_found_in_its_own_conversation(journal):
 def test_a_delegation_that_was_taken_back_is_free(journal):
     maker = Maker()
     run = maker.running()
-    maker.book.steer(run, "d2", [user("And bread.")])
+    steer = maker.book.steer(run, "d2", [user("And bread.")])
     journal.save(run)
-    maker.book.unsteer(run, "d2")
+    maker.book.unsteer(run, steer)
     journal.save(run)
 
     assert journal.run_for("c1", "d2") is None
@@ -412,8 +412,7 @@ def test_a_delegation_that_was_taken_back_is_free(journal):
 def test_a_delegation_that_went_on_is_found_on_the_later_run(journal, order):
     maker = Maker()
     run = maker.running()
-    maker.book.steer(run, "s1", [user("And bread.")])
-    maker.book.steered(run, "s1")
+    maker.book.steer(run, "s1", [user("And bread.")]).taken = True
     journal.save(run)
     run.publish(run.stream.give_up("failed", "Oops."))
     after = maker.book.go_on(run, "after", 9.0)
@@ -883,13 +882,18 @@ def test_the_oldest_rows_over_the_limits_are_forgotten_but_no_open_run(journal):
     journal.save(first)
     ended = [maker.ended() for _ in range(5)]
     journal.save(*ended)
+    question = Question("q1", None, "rm", "", (), 0.0)
+    for number, run in enumerate(ended):
+        journal.note_approval(run, question, "once", "voice", float(-number))
     for number in range(5):
         journal.add_lines("c1", [{"key": f"k{number}", "speaker": "user", "text": str(number)}], number)
         journal.save_session(hermes_voice.Session(f"s{number}", "call", "", number, number, ended=number > 0))
 
-    journal.forget_before(-1, {"runs": 2, "lines": 3, "approvals": 1, "sessions": 1})
+    journal.forget_before(-1, {"runs": 2, "lines": 3, "approvals": 4, "sessions": 1})
 
     assert [line["text"] for line in journal.lines_of("c1")] == ["2", "3", "4"]
     assert [session.id for session in journal.sessions(-1)] == ["s0", "s4"]
     assert [run.id for run in journal.open_runs()] == [first.id]
     assert [journal.run(run.id) is not None for run in ended] == [False, False, False, True, True]
+    # Of a run that is gone no command is left, since nothing could forget it any more.
+    assert journal._read("select run from approvals") == [(ended[3].id,)]
