@@ -87,15 +87,15 @@ def recorded(name):
 
 
 def test_its_events_have_the_names_and_keys_of_a_real_hermes(serve):
-    hermes = serve()
+    hermes, slow = serve(), serve(pace=1)  # slow enough to be interrupted
     allow = {"approval.request": lambda run_id, event: hermes.answer(run_id, "once", event["request_id"])}
-    steer = {"tool.started": lambda run_id, event: hermes.steer(run_id, "also this")}
-    stop = {"tool.started": lambda run_id, event: hermes.stop(run_id)}
+    steer = {"tool.started": lambda run_id, event: slow.steer(run_id, "also this")}
+    stop = {"tool.started": lambda run_id, event: slow.stop(run_id)}
     played = [
         *run_scene(hermes, "Delete the old snapshots", allow)[1],
-        *run_scene(hermes, "What is the disk usage?", steer)[1],
+        *run_scene(slow, "What is the disk usage?", steer)[1],
         *run_scene(hermes, "Try something that fails")[1],
-        *run_scene(hermes, "Look through the logs", stop)[1],
+        *run_scene(slow, "Look through the logs", stop)[1],
     ]
     traces = ["approval_request_id", "commentary", "steer", "llm_error", "stop_tool"]
     real = {}
@@ -160,7 +160,7 @@ def test_an_answer_to_another_question_changes_nothing(serve):
 
 
 def test_words_are_read_at_the_next_tools_end_and_told_in_the_answer(serve):
-    hermes = serve()
+    hermes = serve(pace=1)
     steer = {"tool.started": lambda run_id, event: hermes.steer(run_id, "In gigabytes, please.")}
 
     _, events = run_scene(hermes, "What is the disk usage?", steer)
