@@ -4386,31 +4386,33 @@ class DemoHandler(BaseHTTPRequestHandler):
         """Answer one request, whose client may have gone meanwhile."""
         length = int(self.headers.get("Content-Length") or 0)
         body: Json = json.loads(self.rfile.read(length)) if length else {}
+        match = re.fullmatch(r"/v1/runs/(\w+)/?(\w*)", self.path)
+        run, act = (self.server.runs.get(match[1]), match[2]) if match else (None, "")
         with contextlib.suppress(*CLIENT_GONE):
             if self.headers.get("Authorization") != f"Bearer {self.server.key}":
                 self.send(401, demo_error("Invalid API key", "gateway_auth_failed"))
-            elif (match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path)) and match[1] in self.server.runs:
-                self.send_events(self.server.runs[match[1]])
+            elif run and act == "events":
+                self.send_events(run)
             else:
                 with self.server.changed:
-                    status, answer = self.respond(body)
+                    status, answer = self.respond(run, act, body)
                 self.send(status, answer)
 
     do_GET = do_POST = do_DELETE = serve
 
-    def respond(self, body: Json) -> tuple[int, Json]:
+    def respond(self, run: DemoRun | None, act: str, body: Json) -> tuple[int, Json]:
         """The answer to anything but a stream. The caller holds the lock."""
         if self.path == "/v1/capabilities":
             features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
             return 200, {"object": "hermes.api_server.capabilities", "features": features}
         if (self.command, self.path) == ("POST", "/v1/runs"):
             return 202, self.server.start(body, self.headers.get("Idempotency-Key", ""))
-        match = re.fullmatch(r"/v1/runs/(\w+)(?:/(stop|steer|approval))?", self.path)
-        run = self.server.runs.get(match[1]) if match else None
-        if not match or not run:
-            return 404, demo_error("Not found", "run_not_found")
-        takes = {"stop": run.take_stop, "steer": run.take_words, "approval": run.take_answer}
-        return takes[match[2]](body) if match[2] else (200, dict(run.status))
+        takes = {"stop": DemoRun.take_stop, "steer": DemoRun.take_words, "approval": DemoRun.take_answer}
+        if run and act in takes:
+            return takes[act](run, body)
+        if run and not act:
+            return 200, dict(run.status)
+        return 404, demo_error("Not found", "run_not_found")
 
     def send_events(self, run: DemoRun) -> None:
         """Send a run's events from the first one on, until its end or the client's."""
@@ -4449,10 +4451,9 @@ FILES_WANTED = 4096  # descriptors; twice the connections, and room for runs
 class LogFormat(logging.Formatter):
     """Time in UTC, level, message, and under a bug's line where it happened."""
 
-    converter = time.gmtime
-
     def __init__(self) -> None:
         super().__init__("%(asctime)sZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
 
     def formatException(self, ei: Any) -> str:
         """The traceback, indented and escaped: what an exception quotes must not look like a line."""
