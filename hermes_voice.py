@@ -51,6 +51,7 @@ import math
 import os
 import queue
 import re
+import resource
 import secrets
 import signal
 import socket
@@ -4571,10 +4572,6 @@ def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Jo
 
 def raise_file_limit() -> int:
     """How many descriptors this process may have, raised to what is wanted where that can be."""
-    try:
-        import resource  # there is none on Windows
-    except ImportError:
-        return FILES_WANTED
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (FILES_WANTED if limit == resource.RLIM_INFINITY else limit for limit in limits)
     wanted = min(FILES_WANTED, hard)
@@ -4918,7 +4915,7 @@ def check_secret(name: str, checkup: Checkup) -> Seen:
     systemd = not given and (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
     if not secret:
         yield OK, "none, so whoever reaches the page drives Hermes", ""
-    elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    elif not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
     else:
         yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
