@@ -55,6 +55,7 @@ import resource
 import secrets
 import signal
 import socket
+import socketserver
 import sqlite3
 import ssl
 import stat
@@ -3799,6 +3800,11 @@ class Server(ThreadingHTTPServer):
         self.streams = 0  # open, so that shutting down can wait for their last lines
         self.turned_at = time.monotonic()  # when the accepting thread last came round
         super().__init__(address, Handler)
+
+    def server_bind(self) -> None:
+        """Bind, without the look-up of HTTPServer's, which lasts as long as no name server answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_port = self.server_address[1]
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Where descriptors lack, make room and let others run first.
