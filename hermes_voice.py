@@ -4174,11 +4174,10 @@ def no_room() -> bytes:
 
 # ---- demo --------------------------------------------------------------------
 #
-# A stand-in for Hermes, for a try without keys. It speaks the part of Hermes's run API that
-# `Hermes` uses, on a port of its own, so that all the rest is the real thing. Its agent is a
-# table: it runs nothing, reads nothing, and knows only the scenes below.
-
-DEMO_KEEPALIVE = 30  # seconds of silence on a stream, as in Hermes
+# A stand-in for Hermes, for a try without keys. It answers what `Hermes` would have sent as
+# Hermes's run API does, down to the bytes of its event streams, so that all the rest is the
+# real thing. Its agent is a table: it runs nothing, reads nothing, opens nothing, and knows
+# only the scenes below.
 
 # The words that pick a scene, and its steps: methods of DemoRun with their arguments.
 SCENES: list[tuple[str, list[tuple[Any, ...]]]] = [
@@ -4320,9 +4319,9 @@ class DemoRun:
         self.emit(f"run.{state}", **fields)
 
     def events_after(self, number: int) -> tuple[list[Json], bool]:
-        """Wait for events, or the time of a keepalive. Return them, and whether it is over."""
+        """Wait for events. Return them, and whether it is over."""
         with self.hermes.changed:
-            self.hermes.changed.wait_for(lambda: len(self.events) > number, DEMO_KEEPALIVE)
+            self.hermes.changed.wait_for(lambda: len(self.events) > number)
             return self.events[number:], self.is_in(*FINISH_REASONS)
 
     def take_answer(self, body: Json) -> tuple[int, Json]:
@@ -4351,22 +4350,64 @@ class DemoRun:
         return 200, {"run_id": self.id, "status": self.status["status"]}
 
 
-class DemoHermes(ThreadingHTTPServer):
-    """The stand-in, listening on loopback. `pace` stretches its work: 1 is for people."""
+def demo_error(message: str, code: str) -> Json:
+    """An error in Hermes's words."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
-    daemon_threads = True
-    block_on_close = False
+
+class DemoEvents(EventStream):
+    """A run's events from the first one on."""
+
+    def __init__(self, run: DemoRun) -> None:
+        self._run = run
+
+    def chunks(self) -> Iterator[bytes]:
+        """The events as Hermes frames them, until the run's end."""
+        sent, over = 0, False
+        while not over:
+            events, over = self._run.events_after(sent)
+            yield "".join(f"id: {each['seq']}\ndata: {json.dumps(each)}\n\n" for each in events).encode()
+            sent += len(events)
+
+    def close(self) -> None:
+        """They end with the scene, which is soon."""
+
+
+class DemoHermes(Hermes):
+    """The stand-in. `pace` stretches its work: 1 is for people."""
 
     def __init__(self, pace: float = 1, approval_seconds: float = APPROVAL_SECONDS[True]) -> None:
-        super().__init__(("127.0.0.1", 0), DemoHandler)
-        self.url, self.key = f"http://127.0.0.1:{self.server_port}", secrets.token_hex(24)
+        super().__init__("http://demo.invalid", "demo")
         self.pace, self.approval_seconds = pace, approval_seconds
         self.changed = threading.Condition()  # guards the runs
         self.runs: OrderedDict[str, DemoRun] = OrderedDict()  # by id
-        in_background(self.serve_forever, 0.05)
 
-    def start(self, body: Json, key: str) -> Json:
-        """Start a run, or find the one that this key has started."""
+    def call(
+        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] = {}
+    ) -> Answer:
+        """Answer in Hermes's place."""
+        with self.changed:
+            status, answer = self.respond(method, path, body or {}, headers)
+        return Answer(status, http.client.HTTPMessage(), answer, "")
+
+    def respond(self, method: str, path: str, body: Json, headers: Mapping[str, str]) -> tuple[int, Json]:
+        """A status and a body. The caller holds the lock."""
+        if path == "/v1/capabilities":
+            features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
+            return 200, {"object": "hermes.api_server.capabilities", "features": features}
+        if (method, path) == ("POST", "/v1/runs"):
+            return 202, self.start_run(body, headers["Idempotency-Key"])
+        match = re.fullmatch(r"/v1/runs/(\w+)/?(\w*)", path)
+        run, act = (self.runs.get(match[1]), match[2]) if match else (None, "")
+        takes = {"stop": DemoRun.take_stop, "steer": DemoRun.take_words, "approval": DemoRun.take_answer}
+        if run and act in takes:
+            return takes[act](run, body)
+        if run and not act:
+            return 200, dict(run.status)
+        return 404, demo_error("Not found", "run_not_found")
+
+    def start_run(self, body: Json, key: str) -> Json:
+        """Start a run, or find the one that this key has started. The caller holds the lock."""
         for run in self.runs.values():
             if run.key == key:
                 return {"run_id": run.id, "status": run.status["status"], "replayed": True}
@@ -4377,75 +4418,10 @@ class DemoHermes(ThreadingHTTPServer):
         in_background(run.work)
         return {"run_id": run.id, "status": "started", "replayed": False}
 
-
-def demo_error(message: str, code: str) -> Json:
-    """An error in Hermes's words."""
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-
-
-class DemoHandler(BaseHTTPRequestHandler):
-    """The stand-in's side of HTTP. Its only client is this process."""
-
-    server: DemoHermes
-    timeout = REQUEST_SECONDS  # seconds for each read and write
-
-    def serve(self) -> None:
-        """Answer one request, whose client may have gone meanwhile."""
-        length = int(self.headers.get("Content-Length") or 0)
-        body: Json = json.loads(self.rfile.read(length)) if length else {}
-        match = re.fullmatch(r"/v1/runs/(\w+)/?(\w*)", self.path)
-        run, act = (self.server.runs.get(match[1]), match[2]) if match else (None, "")
-        with contextlib.suppress(*CLIENT_GONE):
-            if self.headers.get("Authorization") != f"Bearer {self.server.key}":
-                self.send(401, demo_error("Invalid API key", "gateway_auth_failed"))
-            elif run and act == "events":
-                self.send_events(run)
-            else:
-                with self.server.changed:
-                    status, answer = self.respond(run, act, body)
-                self.send(status, answer)
-
-    do_GET = do_POST = do_DELETE = serve
-
-    def respond(self, run: DemoRun | None, act: str, body: Json) -> tuple[int, Json]:
-        """The answer to anything but a stream. The caller holds the lock."""
-        if self.path == "/v1/capabilities":
-            features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
-            return 200, {"object": "hermes.api_server.capabilities", "features": features}
-        if (self.command, self.path) == ("POST", "/v1/runs"):
-            return 202, self.server.start(body, self.headers.get("Idempotency-Key", ""))
-        takes = {"stop": DemoRun.take_stop, "steer": DemoRun.take_words, "approval": DemoRun.take_answer}
-        if run and act in takes:
-            return takes[act](run, body)
-        if run and not act:
-            return 200, dict(run.status)
-        return 404, demo_error("Not found", "run_not_found")
-
-    def send_events(self, run: DemoRun) -> None:
-        """Send a run's events from the first one on, until its end or the client's."""
-        self.send_head(200, "text/event-stream")
-        self.wfile.write(b": open\n\n")
-        sent, over = 0, False
-        while not over:
-            events, over = run.events_after(sent)
-            frames = "".join(f"id: {event['seq']}\ndata: {json.dumps(event)}\n\n" for event in events)
-            self.wfile.write(frames.encode() or b": keepalive\n\n")
-            sent += len(events)
-        self.wfile.write(b": stream closed\n\n")
-
-    def send(self, status: int, body: Json) -> None:
-        """Send a JSON answer."""
-        self.send_head(status, "application/json; charset=utf-8")
-        self.wfile.write(json.dumps(body).encode())
-
-    def send_head(self, status: int, media_type: str) -> None:
-        """Write the status line and the headers; the body ends with the connection."""
-        self.send_response(status)
-        self.send_header("Content-Type", media_type)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Only log_event writes."""
+    def events(self, run_id: str) -> EventStream:
+        """A run's events. Raise Refused if it is not known."""
+        self.status(run_id)
+        return DemoEvents(self.runs[run_id])
 
 
 # ---- command -----------------------------------------------------------------
@@ -4667,11 +4643,7 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     settings = read_settings(args, environ)
     state = args.state or ("none" if args.demo else None)
     journal = open_journal(state, settings.config.history_days, environ)
-    hermes = settings.hermes
-    if hermes is None:
-        demo = DemoHermes()
-        hermes = Hermes(demo.url, demo.key)
-    app = App(settings.config, settings.access, settings.openai, hermes, journal)
+    app = App(settings.config, settings.access, settings.openai, settings.hermes or DemoHermes(), journal)
     room, certificate = connections_for(raise_file_limit()), settings.certificate
     try:
         server = Server(settings.address, app, settings.page, certificate=certificate, connections=room)
