@@ -3830,16 +3830,17 @@ class Server(ThreadingHTTPServer):
         if len(self.waiting) >= self.connections and not self.make_room():
             self.turn_away(request, client_address[0])
             return
-        self.mark(request, time.monotonic(), new=True)
+        with self.counting:
+            self.waiting[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread can be had
             self.turn_away(request, client_address[0])
 
-    def mark(self, connection: socket.socket, since: float | None, new: bool = False) -> None:
+    def mark(self, connection: socket.socket, since: float | None) -> None:
         """Note that a connection waits for a request, or (None) that it has one."""
         with self.counting:
-            if new or connection in self.waiting:  # it may have been closed to make room
+            if connection in self.waiting:  # it may have been closed to make room
                 self.waiting[connection] = since
 
     def make_room(self) -> bool:
@@ -4524,14 +4525,11 @@ def secret_of(name: str, args: argparse.Namespace, environ: Mapping[str, str]) -
     return find_secret(name, getattr(args, f"{name.replace('-', '_')}_file"), SECRETS[name], environ)
 
 
-def check_exposure(args: argparse.Namespace, host: str, access: str) -> list[str]:
-    """What is wrong if others can reach it without a token."""
-    if is_loopback(host) or access or args.access_token_file:
-        return []
-    return [
-        f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
-        " whoever gets in drives Hermes"
-    ]
+def check_exposure(args: argparse.Namespace, host: str, access: str) -> None:
+    """Raise ConfigError if others can reach it without a token."""
+    if not (is_loopback(host) or access or args.access_token_file):
+        raise ConfigError([f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
+                           " whoever gets in drives Hermes"])  # fmt: skip
 
 
 def state_folder(given: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -4630,7 +4628,7 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
     access = attempt(lambda: secret_of("access-token", args, environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
     certificate = attempt(lambda: find_certificate(args.tls_cert, args.tls_key), None)
-    problems += check_exposure(args, host, access)
+    attempt(lambda: check_exposure(args, host, access), None)
     if problems:
         raise ConfigError(problems)
     openai = None if args.demo else OpenAI(args.openai_base_url, openai_key)
@@ -4877,9 +4875,6 @@ FIRST_STEPS = {
 }
 
 
-TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
-
-
 def check_secret(name: str, checkup: Checkup) -> Seen:
     """One secret: whether it is there, and who else can read it."""
     try:
@@ -4925,8 +4920,7 @@ def check_state(checkup: Checkup) -> Seen:
 def check_port(checkup: Checkup) -> Seen:
     """Whether it can listen where it is told to."""
     host, port = parse_listen(checkup.args.listen)
-    if problems := check_exposure(checkup.args, host, checkup.keys["access-token"]):
-        raise ConfigError(problems)
+    check_exposure(checkup.args, host, checkup.keys["access-token"])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as free:  # as the server binds it: :: is for IPv4, too
@@ -4962,7 +4956,8 @@ def check_reach(checkup: Checkup) -> Seen:
     host, _ = parse_listen(checkup.args.listen)
     hosts, secure = checkup.config.public_hosts, checkup.args.tls_cert
     if hosts and not checkup.keys["access-token"]:
-        yield WARNING, "who comes through public_hosts drives Hermes without an access token", TOKEN_ADVICE
+        advice = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
+        yield WARNING, "who comes through public_hosts drives Hermes without an access token", advice
     if secure:
         yield OK, "HTTPS" + ("" if hosts else "; by address only, a name has to be in public_hosts"), ""
     elif not is_loopback(host):
@@ -5278,8 +5273,7 @@ def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str
     resume_runs(app)
     resume_session(app)
     in_background(forget_daily, app)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
+    in_background(server.serve_forever, 0.05)
     log_event("server.listening", url=url, token="needed" if app.access else "none")
     notify(environ, "READY=1")
     if seconds := watchdog_seconds(environ, os.getpid()):
