@@ -2196,7 +2196,7 @@ class Upstream:
         """One request and its whole answer. Raise Unreachable or Garbled."""
         _, connection, response = self.send(method, path, body, headers, self.read_seconds)
         try:
-            raw = read_body(response, time.monotonic() + self.answer_seconds)
+            raw = whole_body(response, time.monotonic() + self.answer_seconds)
         except BROKEN as error:
             raise self.unreachable(error, arrived=True) from None
         finally:
@@ -2227,7 +2227,7 @@ def proxy_for(parts: urllib.parse.SplitResult) -> tuple[str, int] | None:
     raise ConfigError([f"{parts.scheme}_proxy in the environment: give a URL such as http://proxy:3128"])
 
 
-def read_body(response: http.client.HTTPResponse, until: float) -> bytes:
+def whole_body(response: http.client.HTTPResponse, until: float) -> bytes:
     """An answer's body, whole, or so much of it that it is over the limit."""
     body, length = bytearray(), response.length
     wanted = ANSWER_LIMIT + 1 if length is None else min(length, ANSWER_LIMIT + 1)
