@@ -51,9 +51,11 @@ import math
 import os
 import queue
 import re
+import resource
 import secrets
 import signal
 import socket
+import socketserver
 import sqlite3
 import ssl
 import stat
@@ -2115,7 +2117,7 @@ class Upstream:
         """One request and its whole answer. Raise Unreachable or Garbled."""
         _, connection, response = self.send(method, path, body, headers, self.read_seconds)
         try:
-            raw = read_body(response, time.monotonic() + self.answer_seconds)
+            raw = whole_body(response, time.monotonic() + self.answer_seconds)
         except BROKEN as error:
             raise self.unreachable(error, arrived=True) from None
         finally:
@@ -2146,7 +2148,7 @@ def proxy_for(parts: urllib.parse.SplitResult) -> tuple[str, int] | None:
     raise ConfigError([f"{parts.scheme}_proxy in the environment: give a URL such as http://proxy:3128"])
 
 
-def read_body(response: http.client.HTTPResponse, until: float) -> bytes:
+def whole_body(response: http.client.HTTPResponse, until: float) -> bytes:
     """An answer's body, whole, or so much of it that it is over the limit."""
     body, length = bytearray(), response.length
     wanted = ANSWER_LIMIT + 1 if length is None else min(length, ANSWER_LIMIT + 1)
@@ -3710,6 +3712,11 @@ class Server(ThreadingHTTPServer):
         self.turned_at = time.monotonic()  # when the accepting thread last came round
         super().__init__(address, Handler)
 
+    def server_bind(self) -> None:
+        """Bind, without the look-up of HTTPServer's, which lasts as long as no name server answers."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_port = self.server_address[1]
+
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Where descriptors lack, make room and let others run first.
 
@@ -3734,16 +3741,17 @@ class Server(ThreadingHTTPServer):
         if len(self.waiting) >= self.connections and not self.make_room():
             self.turn_away(request, client_address[0])
             return
-        self.mark(request, time.monotonic(), new=True)
+        with self.counting:
+            self.waiting[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except RuntimeError:  # no thread can be had
             self.turn_away(request, client_address[0])
 
-    def mark(self, connection: socket.socket, since: float | None, new: bool = False) -> None:
+    def mark(self, connection: socket.socket, since: float | None) -> None:
         """Note that a connection waits for a request, or (None) that one was let in."""
         with self.counting:
-            if new or connection in self.waiting:  # it may have been closed to make room
+            if connection in self.waiting:  # it may have been closed to make room
                 self.waiting[connection] = since
 
     def make_room(self) -> bool:
@@ -4104,11 +4112,10 @@ def no_room() -> bytes:
 
 # ---- demo --------------------------------------------------------------------
 #
-# A stand-in for Hermes, for a try without keys. It speaks the part of Hermes's run API that
-# `Hermes` uses, on a port of its own, so that all the rest is the real thing. Its agent is a
-# table: it runs nothing, reads nothing, and knows only the scenes below.
-
-DEMO_KEEPALIVE = 30  # seconds of silence on a stream, as in Hermes
+# A stand-in for Hermes, for a try without keys. It answers what `Hermes` would have sent as
+# Hermes's run API does, down to the bytes of its event streams, so that all the rest is the
+# real thing. Its agent is a table: it runs nothing, reads nothing, opens nothing, and knows
+# only the scenes below.
 
 # The words that pick a scene, and its steps: methods of DemoRun with their arguments.
 SCENES: list[tuple[str, list[tuple[Any, ...]]]] = [
@@ -4250,9 +4257,9 @@ class DemoRun:
         self.emit(f"run.{state}", **fields)
 
     def events_after(self, number: int) -> tuple[list[Json], bool]:
-        """Wait for events, or the time of a keepalive. Return them, and whether it is over."""
+        """Wait for events. Return them, and whether it is over."""
         with self.hermes.changed:
-            self.hermes.changed.wait_for(lambda: len(self.events) > number, DEMO_KEEPALIVE)
+            self.hermes.changed.wait_for(lambda: len(self.events) > number)
             return self.events[number:], self.is_in(*FINISH_REASONS)
 
     def take_answer(self, body: Json) -> tuple[int, Json]:
@@ -4281,22 +4288,64 @@ class DemoRun:
         return 200, {"run_id": self.id, "status": self.status["status"]}
 
 
-class DemoHermes(ThreadingHTTPServer):
-    """The stand-in, listening on loopback. `pace` stretches its work: 1 is for people."""
+def demo_error(message: str, code: str) -> Json:
+    """An error in Hermes's words."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
-    daemon_threads = True
-    block_on_close = False
+
+class DemoEvents(EventStream):
+    """A run's events from the first one on."""
+
+    def __init__(self, run: DemoRun) -> None:
+        self._run = run
+
+    def chunks(self) -> Iterator[bytes]:
+        """The events as Hermes frames them, until the run's end."""
+        sent, over = 0, False
+        while not over:
+            events, over = self._run.events_after(sent)
+            yield "".join(f"id: {each['seq']}\ndata: {json.dumps(each)}\n\n" for each in events).encode()
+            sent += len(events)
+
+    def close(self) -> None:
+        """They end with the scene, which is soon."""
+
+
+class DemoHermes(Hermes):
+    """The stand-in. `pace` stretches its work: 1 is for people."""
 
     def __init__(self, pace: float = 1, approval_seconds: float = APPROVAL_SECONDS[True]) -> None:
-        super().__init__(("127.0.0.1", 0), DemoHandler)
-        self.url, self.key = f"http://127.0.0.1:{self.server_port}", secrets.token_hex(24)
+        super().__init__("http://demo.invalid", "demo")
         self.pace, self.approval_seconds = pace, approval_seconds
         self.changed = threading.Condition()  # guards the runs
         self.runs: OrderedDict[str, DemoRun] = OrderedDict()  # by id
-        in_background(self.serve_forever, 0.05)
 
-    def start(self, body: Json, key: str) -> Json:
-        """Start a run, or find the one that this key has started."""
+    def call(
+        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] = {}
+    ) -> Answer:
+        """Answer in Hermes's place."""
+        with self.changed:
+            status, answer = self.respond(method, path, body or {}, headers)
+        return Answer(status, http.client.HTTPMessage(), answer, "")
+
+    def respond(self, method: str, path: str, body: Json, headers: Mapping[str, str]) -> tuple[int, Json]:
+        """A status and a body. The caller holds the lock."""
+        if path == "/v1/capabilities":
+            features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
+            return 200, {"object": "hermes.api_server.capabilities", "features": features}
+        if (method, path) == ("POST", "/v1/runs"):
+            return 202, self.start_run(body, headers["Idempotency-Key"])
+        match = re.fullmatch(r"/v1/runs/(\w+)/?(\w*)", path)
+        run, act = (self.runs.get(match[1]), match[2]) if match else (None, "")
+        takes = {"stop": DemoRun.take_stop, "steer": DemoRun.take_words, "approval": DemoRun.take_answer}
+        if run and act in takes:
+            return takes[act](run, body)
+        if run and not act:
+            return 200, dict(run.status)
+        return 404, demo_error("Not found", "run_not_found")
+
+    def start_run(self, body: Json, key: str) -> Json:
+        """Start a run, or find the one that this key has started. The caller holds the lock."""
         for run in self.runs.values():
             if run.key == key:
                 return {"run_id": run.id, "status": run.status["status"], "replayed": True}
@@ -4307,73 +4356,10 @@ class DemoHermes(ThreadingHTTPServer):
         in_background(run.work)
         return {"run_id": run.id, "status": "started", "replayed": False}
 
-
-def demo_error(message: str, code: str) -> Json:
-    """An error in Hermes's words."""
-    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
-
-
-class DemoHandler(BaseHTTPRequestHandler):
-    """The stand-in's side of HTTP. Its only client is this process."""
-
-    server: DemoHermes
-    timeout = REQUEST_SECONDS  # seconds for each read and write
-
-    def serve(self) -> None:
-        """Answer one request, whose client may have gone meanwhile."""
-        length = int(self.headers.get("Content-Length") or 0)
-        body: Json = json.loads(self.rfile.read(length)) if length else {}
-        with contextlib.suppress(*CLIENT_GONE):
-            if self.headers.get("Authorization") != f"Bearer {self.server.key}":
-                self.send(401, demo_error("Invalid API key", "gateway_auth_failed"))
-            elif (match := re.fullmatch(r"/v1/runs/(\w+)/events", self.path)) and match[1] in self.server.runs:
-                self.send_events(self.server.runs[match[1]])
-            else:
-                with self.server.changed:
-                    status, answer = self.respond(body)
-                self.send(status, answer)
-
-    do_GET = do_POST = do_DELETE = serve
-
-    def respond(self, body: Json) -> tuple[int, Json]:
-        """The answer to anything but a stream. The caller holds the lock."""
-        if self.path == "/v1/capabilities":
-            features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
-            return 200, {"object": "hermes.api_server.capabilities", "features": features}
-        if (self.command, self.path) == ("POST", "/v1/runs"):
-            return 202, self.server.start(body, self.headers.get("Idempotency-Key", ""))
-        match = re.fullmatch(r"/v1/runs/(\w+)(?:/(stop|steer|approval))?", self.path)
-        run = self.server.runs.get(match[1]) if match else None
-        if not match or not run:
-            return 404, demo_error("Not found", "run_not_found")
-        takes = {"stop": run.take_stop, "steer": run.take_words, "approval": run.take_answer}
-        return takes[match[2]](body) if match[2] else (200, dict(run.status))
-
-    def send_events(self, run: DemoRun) -> None:
-        """Send a run's events from the first one on, until its end or the client's."""
-        self.send_head(200, "text/event-stream")
-        self.wfile.write(b": open\n\n")
-        sent, over = 0, False
-        while not over:
-            events, over = run.events_after(sent)
-            frames = "".join(f"id: {event['seq']}\ndata: {json.dumps(event)}\n\n" for event in events)
-            self.wfile.write(frames.encode() or b": keepalive\n\n")
-            sent += len(events)
-        self.wfile.write(b": stream closed\n\n")
-
-    def send(self, status: int, body: Json) -> None:
-        """Send a JSON answer."""
-        self.send_head(status, "application/json; charset=utf-8")
-        self.wfile.write(json.dumps(body).encode())
-
-    def send_head(self, status: int, media_type: str) -> None:
-        """Write the status line and the headers; the body ends with the connection."""
-        self.send_response(status)
-        self.send_header("Content-Type", media_type)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Only log_event writes."""
+    def events(self, run_id: str) -> EventStream:
+        """A run's events. Raise Refused if it is not known."""
+        self.status(run_id)
+        return DemoEvents(self.runs[run_id])
 
 
 # ---- command -----------------------------------------------------------------
@@ -4386,10 +4372,9 @@ FILES_WANTED = 4096  # descriptors; twice the connections, and room for runs
 class LogFormat(logging.Formatter):
     """Time in UTC, level, message, and under a bug's line where it happened."""
 
-    converter = time.gmtime
-
     def __init__(self) -> None:
         super().__init__("%(asctime)sZ %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
 
     def formatException(self, ei: Any) -> str:
         """The traceback, indented and escaped: what an exception quotes must not look like a line."""
@@ -4477,14 +4462,11 @@ def secret_of(name: str, args: argparse.Namespace, environ: Mapping[str, str]) -
     return find_secret(name, getattr(args, f"{name.replace('-', '_')}_file"), SECRETS[name], environ)
 
 
-def check_exposure(args: argparse.Namespace, host: str, access: str) -> list[str]:
-    """What is wrong if others can reach it without a token."""
-    if is_loopback(host) or access or args.access_token_file:
-        return []
-    return [
-        f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
-        " whoever gets in drives Hermes"
-    ]
+def check_exposure(args: argparse.Namespace, host: str, access: str) -> None:
+    """Raise ConfigError if others can reach it without a token."""
+    if not (is_loopback(host) or access or args.access_token_file):
+        raise ConfigError([f"--listen {args.listen}: others could reach it, so it needs --access-token-file;"
+                           " whoever gets in drives Hermes"])  # fmt: skip
 
 
 def state_folder(given: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -4507,10 +4489,6 @@ def open_journal(given: str | None, days: int, environ: Mapping[str, str]) -> Jo
 
 def raise_file_limit() -> int:
     """How many descriptors this process may have, raised to what is wanted where that can be."""
-    try:
-        import resource  # there is none on Windows
-    except ImportError:
-        return FILES_WANTED
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (FILES_WANTED if limit == resource.RLIM_INFINITY else limit for limit in limits)
     wanted = min(FILES_WANTED, hard)
@@ -4587,7 +4565,7 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
     access = attempt(lambda: secret_of("access-token", args, environ), "")
     page = attempt(lambda: read_page(page_folder(args.static)), {})
     certificate = attempt(lambda: find_certificate(args.tls_cert, args.tls_key), None)
-    problems += check_exposure(args, host, access)
+    attempt(lambda: check_exposure(args, host, access), None)
     if problems:
         raise ConfigError(problems)
     openai = None if args.demo else OpenAI(args.openai_base_url, openai_key)
@@ -4600,11 +4578,7 @@ def build_server(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     settings = read_settings(args, environ)
     state = args.state or ("none" if args.demo else None)
     journal = open_journal(state, settings.config.history_days, environ)
-    hermes = settings.hermes
-    if hermes is None:
-        demo = DemoHermes()
-        hermes = Hermes(demo.url, demo.key)
-    app = App(settings.config, settings.access, settings.openai, hermes, journal)
+    app = App(settings.config, settings.access, settings.openai, settings.hermes or DemoHermes(), journal)
     room, certificate = connections_for(raise_file_limit()), settings.certificate
     try:
         server = Server(settings.address, app, settings.page, certificate=certificate, connections=room)
@@ -4838,9 +4812,6 @@ FIRST_STEPS = {
 }
 
 
-TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
-
-
 def check_secret(name: str, checkup: Checkup) -> Seen:
     """One secret: whether it is there, and who else can read it."""
     try:
@@ -4854,7 +4825,7 @@ def check_secret(name: str, checkup: Checkup) -> Seen:
     systemd = not given and (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
     if not secret:
         yield OK, "none, so whoever reaches the page drives Hermes", ""
-    elif os.name == "posix" and not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    elif not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         yield WARNING, f"others than its owner may use {path}", f"run: chmod 600 {path}"
     else:
         yield OK, "from systemd" if systemd else f"in {path}, for its owner only", ""
@@ -4886,11 +4857,12 @@ def check_state(checkup: Checkup) -> Seen:
 def check_port(checkup: Checkup) -> Seen:
     """Whether it can listen where it is told to."""
     host, port = parse_listen(checkup.args.listen)
-    if problems := check_exposure(checkup.args, host, checkup.keys["access-token"]):
-        raise ConfigError(problems)
+    check_exposure(checkup.args, host, checkup.keys["access-token"])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        with socket.socket(family) as free:  # as the server binds it: :: is for IPv4, too
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((host, port))
         yield OK, f"{port} is free" if port else "any that is free", ""
     except (OSError, UnicodeError) as error:
         if getattr(error, "errno", 0) != errno.EADDRINUSE:
@@ -4921,7 +4893,8 @@ def check_reach(checkup: Checkup) -> Seen:
     host, _ = parse_listen(checkup.args.listen)
     hosts, secure = checkup.config.public_hosts, checkup.args.tls_cert
     if hosts and not checkup.keys["access-token"]:
-        yield WARNING, "who comes through public_hosts drives Hermes without an access token", TOKEN_ADVICE
+        advice = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
+        yield WARNING, "who comes through public_hosts drives Hermes without an access token", advice
     if secure:
         yield OK, "HTTPS" + ("" if hosts else "; by address only, a name has to be in public_hosts"), ""
     elif not is_loopback(host):
@@ -5237,8 +5210,7 @@ def serve_until(server: Server, wait: Callable[[], object], environ: Mapping[str
     resume_runs(app)
     resume_session(app)
     in_background(forget_daily, app)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
+    in_background(server.serve_forever, 0.05)
     log_event("server.listening", url=url, token="needed" if app.access else "none")
     notify(environ, "READY=1")
     if seconds := watchdog_seconds(environ, os.getpid()):

@@ -414,6 +414,16 @@ def test_a_hermes_voice_that_is_running_may_have_the_port(desk, listen):
     assert desk.said("port") == [f"ok: {server.server_port} is taken by a hermes-voice that is running"]
 
 
+def test_a_port_that_another_program_has_for_ipv4_is_not_free_for_both(desk, monkeypatch):
+    monkeypatch.setattr(hermes_voice, "ASK_SECONDS", 0.1)
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        desk.check(listen=f"[::]:{port}", access_token_file=desk.write("token", TOKEN))
+
+    assert not [line for line in desk.said("port") if "free" in line]
+
+
 def test_an_address_of_another_computer_is_told_but_not_which(desk):
     token = desk.write("token", TOKEN)
 

@@ -314,6 +314,15 @@ def test_another_page_can_be_served(flags, write, tmp_path):
     assert server.page["/"] == ("text/html; charset=utf-8", b"another page")
 
 
+def test_a_start_asks_no_name_server_for_its_own_name(flags, monkeypatch):
+    asked = []
+    monkeypatch.setattr(socket, "getfqdn", asked.append)
+
+    built(flags())
+
+    assert asked == []
+
+
 # ---- a process ---------------------------------------------------------------
 
 
