@@ -4810,6 +4810,8 @@ def wait_for_end(at_terminal: bool, again: Callable[[], None]) -> None:
 
 CHECK_SECONDS = 10  # for all of it
 ASK_SECONDS = 5  # to connect, and between two bytes; a cold Hermes blocks its loop for 2.5 s
+CERTIFICATE_DAYS = 14  # left; who renews by themselves have done it by then
+OTHER_NAME = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and _IP_ADDRESS_MISMATCH
 CLOCK_SECONDS = 60  # clocks that are further apart make logs and certificates hard to trust
 NO_KEY = "no-key-is-known"  # what an upstream is shown then
 
@@ -4924,10 +4926,41 @@ def check_config(checkup: Checkup) -> Seen:
         yield WARNING, *text_and_advice(warning)
 
 
+def seen_by_client(certificate: Certificate, name: str) -> Json:
+    """What a client reads in a certificate that it trusts. Raise SSLCertVerificationError if it is not good.
+
+    With a name it has to be good for that name.
+    """
+    client = ssl.create_default_context(cafile=certificate.chain)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
+    client.check_hostname = bool(name)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    here = client.wrap_bio(down, up, server_hostname=name or None)
+    there = certificate.context().wrap_bio(up, down, server_side=True)
+    for side in (here, there, here):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return here.getpeercert() or {}
+
+
 def check_certificate(checkup: Checkup) -> Seen:
     """The certificate for HTTPS, if there is to be one."""
-    if find_certificate(checkup.args.tls_cert, checkup.args.tls_key):
-        yield OK, f"in {checkup.args.tls_cert}, and its key belongs to it", ""
+    path = checkup.args.tls_cert
+    certificate = find_certificate(path, checkup.args.tls_key)
+    if certificate is None:
+        return
+    advice = "renew it, or make one as the README says; a server that runs will take it over"
+    for name in ("", *checkup.config.public_hosts):
+        try:
+            seen = seen_by_client(certificate, name)
+            days = math.floor((ssl.cert_time_to_seconds(seen["notAfter"]) - time.time()) / 86400)
+            if not name:
+                good = days >= CERTIFICATE_DAYS
+                yield OK if good else WARNING, f"in {path}, good for {days} days", "" if good else advice
+        except ssl.SSLCertVerificationError as error:
+            if not name or error.verify_code in OTHER_NAME:
+                why = error.verify_message.rstrip(".")
+                yield WARNING if name else PROBLEM, f"browsers refuse {path}: {why}", advice
 
 
 def check_page(checkup: Checkup) -> Seen:
