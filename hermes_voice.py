@@ -3866,7 +3866,8 @@ class Server(ThreadingHTTPServer):
             _, longest = min(waiting, key=lambda item: item[0])
             del self.waiting[longest]
         with contextlib.suppress(OSError):
-            longest.shutdown(socket.SHUT_RDWR)  # its thread sees the end and closes it
+            # Its thread sees the end and closes it. SSLSocket's would let that go on in plain text.
+            socket.socket.shutdown(longest, socket.SHUT_RDWR)
         return True
 
     def turn_away(self, request: socket.socket, client: str) -> None:
