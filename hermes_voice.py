@@ -3645,6 +3645,10 @@ def check_host(hosts: Sequence[str], names: Iterable[str]) -> None:
         raise Forbidden(message, status=421, code="misdirected")
 
 
+# To a server behind a proxy that does not pass the Host on, its own page looks like this too.
+OTHER_SITE = "This request comes from another site's page. Is there a proxy? It must pass the Host header on."
+
+
 def check_origin(headers: Message, page: bool) -> None:
     """Raise Forbidden when another site's page makes the request."""
     host = headers.get("Host", "").lower()
@@ -3652,13 +3656,13 @@ def check_origin(headers: Message, page: bool) -> None:
         scheme, _, netloc = origin.lower().partition("://")
         default = {"http": ":80", "https": ":443"}.get(scheme)
         if default is None or netloc.removesuffix(default) != host.removesuffix(default):
-            raise Forbidden("This request comes from another site's page.")
+            raise Forbidden(OTHER_SITE)
     # Following a link to the page is harmless, and people do it from their dashboards.
     arrival = (
         page and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     )
     if headers.get("Sec-Fetch-Site") == "cross-site" and not arrival:
-        raise Forbidden("This request comes from another site's page.")
+        raise Forbidden(OTHER_SITE)
 
 
 def shown_token(header: str) -> bytes:
