@@ -4692,6 +4692,10 @@ class Settings:
     address: tuple[str, int]
 
 
+WITHOUT_TOKEN = "who comes through public_hosts drives Hermes without an access token"
+TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
+
+
 def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     """Everything that flags, files and environment say. Raise ConfigError with every problem."""
     problems: list[str] = []
@@ -4719,6 +4723,8 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
     problems += check_exposure(args, host, access)
     if problems:
         raise ConfigError(problems)
+    if config.public_hosts and not access:
+        warnings = [*warnings, f"{WITHOUT_TOKEN}; {TOKEN_ADVICE}"]
     keys = Secrets(openai_key, hermes_key, access or None)
     return Settings(config, warnings, keys, page, certificate, (host, port))
 
@@ -4981,9 +4987,6 @@ FIRST_STEPS = {
 }
 
 
-TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
-
-
 def check_secret(name: str) -> Callable[[Checkup], Seen]:
     """The check of one secret: whether it is there, and who else can read it."""
 
@@ -5070,7 +5073,7 @@ def check_reach(checkup: Checkup) -> Seen:
     host, _ = parse_listen(checkup.args.listen)
     hosts, secure = checkup.config.public_hosts, checkup.args.tls_cert
     if hosts and not checkup.keys["access-token"]:
-        yield WARNING, "who comes through public_hosts drives Hermes without an access token", TOKEN_ADVICE
+        yield WARNING, WITHOUT_TOKEN, TOKEN_ADVICE
     if secure:
         yield OK, "HTTPS" + ("" if hosts else "; by address only, a name has to be in public_hosts"), ""
     elif not is_loopback(host):

@@ -300,6 +300,16 @@ def test_a_voice_that_is_not_known_is_warned_about(flags, write):
     assert "did you mean 'cedar'?" in warning
 
 
+@pytest.mark.parametrize("token", [True, False])
+def test_public_hosts_without_a_token_are_warned_about(flags, write, token):
+    config = write("config.json", '{"public_hosts": ["voice.example.org"]}')
+    given = {"access_token_file": write("token", KEYS["access-token"])} if token else {}
+
+    _, warnings = built(flags(config=config, **given))
+
+    assert ["without an access token" in warning for warning in warnings] == [True] * (not token)
+
+
 def test_the_page_lies_beside_the_script(flags):
     server, _ = built(flags())
 
