@@ -73,6 +73,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# Older ones start with this file, and fail somewhere in the middle of it or of a call.
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("hermes-voice: error: this Python is too old; it needs 3.11 or newer")
+
 Json = dict[str, Any]
 
 # ---- base --------------------------------------------------------------------
@@ -3948,7 +3952,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"
+    default_request_version = "HTTP/1.0"  # 0.9 would have answers without a head
     server_version, sys_version = "hermes-voice", ""
     disable_nagle_algorithm = True
 
@@ -4181,7 +4185,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class calls this for requests it cannot read."""
         self.close_connection = True
-        self.request_version = self.default_request_version  # 0.9 would have an answer without a head
+        self.request_version = self.default_request_version  # whatever it says
         self.server.warn("request.malformed", self.client_address[0], status=int(code))
         reply = error_reply(BadRequest("The request could not be read.", status=int(code)))
         self.command, self.path = getattr(self, "command", None) or "", ""
@@ -4942,7 +4946,8 @@ def seen_by_client(certificate: Certificate, name: str) -> Json:
 
     With a name it has to be good for that name.
     """
-    client = ssl.create_default_context(cafile=certificate.chain)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.load_verify_locations(certificate.chain)
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
     client.check_hostname = bool(name)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()

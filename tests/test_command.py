@@ -506,6 +506,16 @@ def test_it_serves_everybody_who_has_the_token(flags, write, tmp_path):
             sidecar.get("config")
 
 
+def test_an_old_python_is_told():
+    old = "import runpy, sys; sys.version_info = 3, 10; runpy.run_path(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-c", old, hermes_voice.__file__, "--version"]
+
+    ended = subprocess.run(command, capture_output=True, text=True)
+
+    assert ended.stderr == "hermes-voice: error: this Python is too old; it needs 3.11 or newer\n"
+    assert (ended.stdout, ended.returncode) == ("", 1)
+
+
 def test_a_process_that_cannot_start_says_why_and_ends_with_2(flags, tmp_path):
     sidecar = Process(flags(hermes_url="nonsense"), tmp_path)
     with sidecar:
