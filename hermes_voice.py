@@ -77,6 +77,10 @@ from typing import Annotated, Any, get_type_hints
 
 __version__ = "0.1.0"
 
+# Older ones start with this file, and fail somewhere in the middle of it or of a call.
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit("hermes-voice: error: this Python is too old; it needs 3.11 or newer")
+
 Json = dict[str, Any]
 
 # ---- base --------------------------------------------------------------------
@@ -3543,6 +3547,10 @@ def check_host(hosts: Sequence[str], names: Iterable[str]) -> None:
         raise Forbidden(message, status=421, code="misdirected")
 
 
+# To a server behind a proxy that does not pass the Host on, its own page looks like this too.
+OTHER_SITE = "This request comes from another site's page. Is there a proxy? It must pass the Host header on."
+
+
 def check_origin(headers: Message, page: bool) -> None:
     """Raise Forbidden when another site's page makes the request."""
     host = headers.get("Host", "").lower()
@@ -3550,13 +3558,13 @@ def check_origin(headers: Message, page: bool) -> None:
         scheme, _, netloc = origin.lower().partition("://")
         default = {"http": ":80", "https": ":443"}.get(scheme)
         if default is None or netloc.removesuffix(default) != host.removesuffix(default):
-            raise Forbidden("This request comes from another site's page.")
+            raise Forbidden(OTHER_SITE)
     # Following a link to the page is harmless, and people do it from their dashboards.
     arrival = (
         page and headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     )
     if headers.get("Sec-Fetch-Site") == "cross-site" and not arrival:
-        raise Forbidden("This request comes from another site's page.")
+        raise Forbidden(OTHER_SITE)
 
 
 def shown_token(header: str) -> bytes:
@@ -3763,7 +3771,8 @@ class Server(ThreadingHTTPServer):
             _, longest = min(waiting, key=lambda item: item[0])
             del self.waiting[longest]
         with contextlib.suppress(OSError):
-            longest.shutdown(socket.SHUT_RDWR)  # its thread sees the end and closes it
+            # Its thread sees the end and closes it. SSLSocket's would let that go on in plain text.
+            socket.socket.shutdown(longest, socket.SHUT_RDWR)
         return True
 
     def turn_away(self, request: socket.socket, client: str) -> None:
@@ -3840,7 +3849,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.0"
+    default_request_version = "HTTP/1.0"  # 0.9 would have answers without a head
     server_version, sys_version = "hermes-voice", ""
     disable_nagle_algorithm = True
 
@@ -4073,7 +4082,7 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The base class calls this for requests it cannot read."""
         self.close_connection = True
-        self.request_version = self.default_request_version  # 0.9 would have an answer without a head
+        self.request_version = self.default_request_version  # whatever it says
         self.server.warn("request.malformed", self.client_address[0], status=int(code))
         reply = error_reply(BadRequest("The request could not be read.", status=int(code)))
         self.command, self.path = getattr(self, "command", None) or "", ""
@@ -4541,6 +4550,10 @@ class Settings:
     address: tuple[str, int]
 
 
+WITHOUT_TOKEN = "who comes through public_hosts drives Hermes without an access token"
+TOKEN_ADVICE = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
+
+
 def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Settings:
     """Everything that flags, files and environment say. Raise ConfigError with every problem."""
     problems: list[str] = []
@@ -4568,6 +4581,8 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
     attempt(lambda: check_exposure(args, host, access), None)
     if problems:
         raise ConfigError(problems)
+    if config.public_hosts and not access:
+        warnings = [*warnings, f"{WITHOUT_TOKEN}; {TOKEN_ADVICE}"]
     openai = None if args.demo else OpenAI(args.openai_base_url, openai_key)
     hermes = None if args.demo else Hermes(args.hermes_url, hermes_key)
     return Settings(config, warnings, access or None, openai, hermes, page, certificate, (host, port))
@@ -4654,8 +4669,9 @@ def wait_for_end(at_terminal: bool, again: Callable[[], None]) -> None:
 
 CHECK_SECONDS = 10  # for all of it
 ASK_SECONDS = 5  # to connect, and between two bytes; a cold Hermes blocks its loop for 2.5 s
+CERTIFICATE_DAYS = 14  # left; who renews by themselves have done it by then
+OTHER_NAME = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and _IP_ADDRESS_MISMATCH
 CLOCK_SECONDS = 60  # clocks that are further apart make logs and certificates hard to trust
-CERTIFICATE_DAYS = 14  # less is told; what renews certificates by itself does so earlier
 NO_KEY = "no-key-is-known"  # what an upstream is shown then
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"  # a problem: no call would work
@@ -4769,34 +4785,42 @@ def check_config(checkup: Checkup) -> Seen:
         yield WARNING, *text_and_advice(warning)
 
 
-def certificate_fault(certificate: Certificate) -> str:
-    """Why browsers do not trust a certificate, or soon will not; "" if there is time.
+def seen_by_client(certificate: Certificate, name: str) -> Json:
+    """What a client reads in a certificate that it trusts. Raise SSLCertVerificationError if it is not good.
 
-    Its dates are told to who trusts it in a handshake, so it makes one with itself.
+    With a name it has to be good for that name.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
     client.load_verify_locations(certificate.chain)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # no authority is needed above it
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    near, far = client.wrap_bio(back, there), certificate.context().wrap_bio(there, back, server_side=True)
-    try:
-        for end in (near, far, near):
-            with contextlib.suppress(ssl.SSLWantReadError):
-                end.do_handshake()
-    except ssl.SSLCertVerificationError as error:
-        return error.verify_message
-    ends = ssl.cert_time_to_seconds(str((near.getpeercert() or {})["notAfter"]))
-    days = int((ends - time.time()) / 86400)
-    return f"certificate expires in {days} days" if days < CERTIFICATE_DAYS else ""
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
+    client.check_hostname = bool(name)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    here = client.wrap_bio(down, up, server_hostname=name or None)
+    there = certificate.context().wrap_bio(up, down, server_side=True)
+    for side in (here, there, here):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return here.getpeercert() or {}
 
 
 def check_certificate(checkup: Checkup) -> Seen:
-    """The certificate for HTTPS, if there is to be one, and whether it is valid for long enough."""
-    if certificate := find_certificate(checkup.args.tls_cert, checkup.args.tls_key):
-        yield OK, f"in {certificate.chain}, and its key belongs to it", ""
-        if fault := certificate_fault(certificate):
-            yield WARNING, fault, "make a new one, which is taken over without a restart"
+    """The certificate for HTTPS, if there is to be one."""
+    path = checkup.args.tls_cert
+    certificate = find_certificate(path, checkup.args.tls_key)
+    if certificate is None:
+        return
+    advice = "renew it, or make one as the README says; a server that runs will take it over"
+    for name in ("", *checkup.config.public_hosts):
+        try:
+            seen = seen_by_client(certificate, name)
+            days = math.floor((ssl.cert_time_to_seconds(seen["notAfter"]) - time.time()) / 86400)
+            if not name:
+                good = days >= CERTIFICATE_DAYS
+                yield OK if good else WARNING, f"in {path}, good for {days} days", "" if good else advice
+        except ssl.SSLCertVerificationError as error:
+            if not name or error.verify_code in OTHER_NAME:
+                why = error.verify_message.rstrip(".")
+                yield WARNING if name else PROBLEM, f"browsers refuse {path}: {why}", advice
 
 
 def check_page(checkup: Checkup) -> Seen:
@@ -4893,8 +4917,7 @@ def check_reach(checkup: Checkup) -> Seen:
     host, _ = parse_listen(checkup.args.listen)
     hosts, secure = checkup.config.public_hosts, checkup.args.tls_cert
     if hosts and not checkup.keys["access-token"]:
-        advice = "make one with `openssl rand -hex 32` and name its file with --access-token-file"
-        yield WARNING, "who comes through public_hosts drives Hermes without an access token", advice
+        yield WARNING, WITHOUT_TOKEN, TOKEN_ADVICE
     if secure:
         yield OK, "HTTPS" + ("" if hosts else "; by address only, a name has to be in public_hosts"), ""
     elif not is_loopback(host):

@@ -1,6 +1,7 @@
 """The check: its text line by line, against real and scripted upstreams, and what it never shows."""
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -13,6 +14,10 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from hermes_gateway import VERSIONS, HermesGateway, free_port
 from live_service import LiveService
 from scripted_hermes import HANG, ScriptedHermes, reply
@@ -368,6 +373,53 @@ def test_no_journal_is_fine(desk):
     assert desk.check(state="none") == 0
 
     assert desk.said("journal") == ["ok: in memory only: a restart forgets what was asked and said"]
+
+
+# ---- certificate -------------------------------------------------------------
+
+
+def certificate(desk, days):
+    """A file with a certificate for *.home.arpa that runs out in so many days, and its key."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "hermes-voice")])
+    made = (
+        x509.CertificateBuilder(subject, subject, key.public_key(), 1)
+        .not_valid_before(now - datetime.timedelta(days=100))
+        .not_valid_after(now + datetime.timedelta(days=days, hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("*.home.arpa")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    plain = (Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return desk.write("c.pem", (key.private_bytes(*plain) + made.public_bytes(Encoding.PEM)).decode())
+
+
+RENEW = "renew it, or make one as the README says; a server that runs will take it over"
+OTHER = f"browsers refuse ~/c.pem: Hostname mismatch, certificate is not valid for 'your host #2'; {RENEW}"
+
+
+@pytest.mark.parametrize(
+    ("days", "code", "said"),
+    [
+        (14, 0, "ok: in ~/c.pem, good for 14 days"),
+        (13, 0, f"warning: in ~/c.pem, good for 13 days; {RENEW}"),
+        (-1, 1, f"problem: browsers refuse ~/c.pem: certificate has expired; {RENEW}"),
+    ],
+)
+def test_how_long_a_certificate_is_good_and_for_whom_is_told(desk, days, code, said):
+    config = desk.write("config.json", '{"public_hosts": ["voice.home.arpa", "voice.example.org"]}')
+    token = desk.write("token", TOKEN)
+
+    assert desk.check(tls_cert=certificate(desk, days), access_token_file=token, config=config) == code
+
+    assert desk.said("certificate") == [said, f"warning: {OTHER}"]
+    assert desk.said("reach") == ["ok: HTTPS"]
+
+
+def test_a_certificate_that_cannot_be_used_is_a_problem(desk):
+    assert desk.check(tls_cert=desk.write("c.pem", "nonsense")) == 1
+
+    (said,) = desk.said("certificate")
+    assert said.startswith("problem: --tls-cert ~/c.pem: it must hold a certificate chain in PEM")
 
 
 # ---- port and reach ----------------------------------------------------------

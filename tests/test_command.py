@@ -300,6 +300,16 @@ def test_a_voice_that_is_not_known_is_warned_about(flags, write):
     assert "did you mean 'cedar'?" in warning
 
 
+@pytest.mark.parametrize("token", [True, False])
+def test_public_hosts_without_a_token_are_warned_about(flags, write, token):
+    config = write("config.json", '{"public_hosts": ["voice.example.org"]}')
+    given = {"access_token_file": write("token", KEYS["access-token"])} if token else {}
+
+    _, warnings = built(flags(config=config, **given))
+
+    assert ["without an access token" in warning for warning in warnings] == [True] * (not token)
+
+
 def test_the_page_lies_beside_the_script(flags):
     server, _ = built(flags())
 
@@ -503,6 +513,16 @@ def test_it_serves_everybody_who_has_the_token(flags, write, tmp_path):
         assert b'"version"' in sidecar.get("config", Authorization=f"Bearer {KEYS['access-token']}")
         with pytest.raises(urllib.error.HTTPError, match="401"):
             sidecar.get("config")
+
+
+def test_an_old_python_is_told():
+    old = "import runpy, sys; sys.version_info = 3, 10; runpy.run_path(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-c", old, hermes_voice.__file__, "--version"]
+
+    ended = subprocess.run(command, capture_output=True, text=True)
+
+    assert ended.stderr == "hermes-voice: error: this Python is too old; it needs 3.11 or newer\n"
+    assert (ended.stdout, ended.returncode) == ("", 1)
 
 
 def test_a_process_that_cannot_start_says_why_and_ends_with_2(flags, tmp_path):
