@@ -101,7 +101,7 @@ def test_a_message_typed_in_a_call_is_answered_aloud(browser):
 
 def test_a_double_click_opens_one_session(browser):
     with Line(browser, answering("Yes."), create_delay=0.3) as line:
-        line.button("Start call").dblclick()
+        line.button("Start call").dblclick(delay=100)  # as slow as people are
 
         line.live.wait_live()
         expect(line.status).to_have_text("Listening")
