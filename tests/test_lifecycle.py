@@ -124,7 +124,7 @@ def test_a_renewal_that_fails_leaves_the_call_and_says_so(browser):
 
 def test_a_line_that_breaks_is_taken_up_with_a_button_and_keeps_mute_draft_and_answer(browser):
     hermes, gate = working("The build is green.")
-    with Line(browser, hermes) as line:
+    with Line(browser, hermes, {"progress": "off"}) as line:
         session = line.start()
         session.user_says("Check the build.", delegate=True)
         expect(line.card).to_contain_text("Working")
@@ -214,7 +214,7 @@ def test_the_end_of_the_allowed_time_is_told_ahead_and_then_the_call_ends_with_t
 
 def test_a_long_silent_run_ends_the_call_and_its_answer_opens_the_next(browser):
     hermes, gate = working("The build is green.")
-    config = {"greeting": "Hello.", "on_long_run": "hang_up"}
+    config = {"greeting": "Hello.", "on_long_run": "hang_up", "progress": "off"}
     with Line(browser, hermes, config) as line:
         amend(line, "/config", long_run_seconds=4)
         first = line.start()
