@@ -65,7 +65,9 @@ def browser(chromium_path):
 
     expect.set_options(timeout=EXPECT_MS)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=chromium_path, args=CHROMIUM_FLAGS)
+        chromium = playwright.chromium.launch(
+            executable_path=chromium_path, args=CHROMIUM_FLAGS, timeout=4 * EXPECT_MS
+        )
         yield chromium
         chromium.close()
 

@@ -5,6 +5,7 @@ in which order, and what the voice said of it.
 """
 
 import json
+import re
 import threading
 
 import pytest
@@ -79,9 +80,8 @@ def test_the_meter_shows_time_and_price_and_what_openai_counts(browser):
         session = line.start()
 
         meter = line.page.locator("#meter")
-        expect(meter).to_contain_text("This call: 0:0")
-        expect(meter).to_contain_text("· $0.00")
-        expect(meter).to_contain_text("OpenAI: 0:0")
+        expect(meter).to_contain_text(re.compile(r"This call: 0:\d\d · \$0\.0\d"))
+        expect(meter).to_contain_text(re.compile(r"OpenAI: 0:\d\d"))
         session.pause()
         expect(meter).to_contain_text(" paused)")
 
