@@ -3930,8 +3930,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         """Wait for a request, within its time, and serve it."""
         self.incoming.until = time.monotonic() + self.server.request_seconds
-        if self.server.waiting.get(self.connection) is None:  # the first one has since it was accepted
-            self.server.mark(self.connection, time.monotonic())
+        self.server.mark(self.connection, time.monotonic())
         try:
             super().handle_one_request()
         except ssl.SSLError as error:
