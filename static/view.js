@@ -85,7 +85,8 @@ export function bind(callbacks) {
   actions = callbacks;
   log.addEventListener("scroll", () => (atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80));
   start.addEventListener("click", callbacks.start);
-  hangUp.addEventListener("click", callbacks.hangUp);
+  // The second click of a double click on "Start call" lands here.
+  hangUp.addEventListener("click", (event) => event.detail < 2 && callbacks.hangUp());
   mute.addEventListener("click", callbacks.mute);
   stopSpeaking.addEventListener("click", callbacks.stopSpeaking);
   goOn.addEventListener("click", callbacks.goOn);

@@ -11,10 +11,12 @@ from importlib.util import find_spec
 
 import pytest
 from bench import Bench
-from hermes_gateway import find_hermes
+from hermes_gateway import APPROVAL_SECONDS, VERSIONS, HermesGateway, find_hermes
 from run import CHROMIUM_HINT, HERMES_HINT, NODE_HINT, find_chromium, find_node
 from sidecar import CHROMIUM_FLAGS
 from working_hermes import join_workers
+
+EXPECT_MS = 30_000  # nothing takes so long where all is well, whatever the machine
 
 IN_CI = os.environ.get("CI") == "true"
 
@@ -59,10 +61,13 @@ def chromium_path():
 @pytest.fixture(scope="session")
 def browser(chromium_path):
     """One headless Chromium for all tests; each opens contexts of its own."""
-    from playwright.sync_api import sync_playwright  # Plain pytest has only what the machine has.
+    from playwright.sync_api import expect, sync_playwright  # Plain pytest has only what the machine has.
 
+    expect.set_options(timeout=EXPECT_MS)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=chromium_path, args=CHROMIUM_FLAGS)
+        chromium = playwright.chromium.launch(
+            executable_path=chromium_path, args=CHROMIUM_FLAGS, timeout=4 * EXPECT_MS
+        )
         yield chromium
         chromium.close()
 
@@ -102,6 +107,46 @@ def hermes_python():
     """A function: the Python that runs a version of Hermes."""
     installed = find_hermes()
     return lambda version: found(installed.get(version), f"Hermes {version}: {HERMES_HINT}")
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def hermes(request, hermes_python):
+    """A real Hermes of each version."""
+    with HermesGateway(hermes_python(request.param), {"timeout": APPROVAL_SECONDS}) as gateway:
+        gateway.warm_up()
+        yield gateway
+
+
+@pytest.fixture
+def line(hermes, browser):
+    """A page whose sidecar has a real Hermes."""
+    from test_browser import Line
+
+    with Line(browser, contextlib.nullcontext(hermes), {"approval_seconds": APPROVAL_SECONDS}) as line:
+        yield line
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """A command that lasts until a test opens it."""
+    with Gate(tmp_path / "gate") as gate:
+        yield gate
+
+
+class Gate:
+    def __init__(self, path):
+        os.mkfifo(path)
+        self.command = f"head -n 1 {path}"
+        self.end = os.open(path, os.O_RDWR)  # So that neither end waits for the other.
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        os.close(self.end)
+
+    def open(self):
+        os.write(self.end, b"open\n")
 
 
 @pytest.fixture

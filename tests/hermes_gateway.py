@@ -42,6 +42,9 @@ ENVIRONMENTS = Path(
 START_TIMEOUT = 60
 # Seconds. An idle gateway needs two to stop; one with a run would wait for it.
 STOP_TIMEOUT = 5
+# Seconds until a question runs out: enough to answer by voice on a busy machine, and a test
+# that waits it out is not long.
+APPROVAL_SECONDS = 20
 PASSED_VARIABLES = ("LANG", "LC_ALL", "TZ", "TMPDIR")
 # Nothing listens on the discard port.
 NOWHERE = "http://127.0.0.1:9"

@@ -79,6 +79,7 @@ CLIENT_EVENTS = (
 # What is placed while the session is paused is not documented, so a client waits.
 WHILE_PAUSED = ("session.input_audio.mute", "session.input_audio.unmute", "session.close")
 PAUSE_PASSES = 0.5  # seconds until the client must know of it
+PATIENCE = 30.0  # seconds; nothing takes so long where all is well, whatever the machine
 SERVER_EVENTS = (
     "info",
     "error",
@@ -559,7 +560,7 @@ class LiveSession:
         kind = f"session.{kind}.append"
         return [each.event["content"] for each in self.received if each.type == kind]
 
-    def wait_event(self, kind, timeout=5.0, count=1):
+    def wait_event(self, kind, timeout=PATIENCE, count=1):
         """Return this session's count-th client event of a type."""
 
         def nth():
@@ -720,7 +721,7 @@ class LiveSession:
             self._emit("session.usage.updated", usage=self._usage(), context_window=window)
 
     async def _expire(self):
-        await asyncio.sleep(self._service.session_lifetime)
+        await asyncio.sleep(self._service.session_lifetime + self._service.session_overtime)
         await self._finish("expired")
 
     async def _finish(self, reason, cause=None):
@@ -1015,8 +1016,9 @@ class LiveService:
     speech_rate: float = 60  # characters a second; people speak about 15
     drain_delay: float = 0.2  # seconds from session.close to session.closed
     usage_interval: float = 15.0  # seconds between two usage events
-    session_lifetime: float = 7200  # seconds
-    track_gap: float = 2.0  # seconds without audio after which the client's track is missed
+    session_lifetime: float = 7200  # seconds, as the session's start tells
+    session_overtime: float = 0  # seconds that it lives longer than that
+    track_gap: float = 5.0  # seconds without audio after which the client's track is missed
     silence_window: float = 1.5  # seconds; a browser's fake microphone beeps more often
     echo_client_event_id: bool = True
     auto_acknowledge: bool = True  # a delegation makes the voice say "Let me check."
@@ -1069,7 +1071,7 @@ class LiveService:
         """Sessions that are still billed."""
         return [each for each in self.sessions if each.state != "closed"]
 
-    def wait_for(self, wanted, timeout=5.0, about=None):
+    def wait_for(self, wanted, timeout=PATIENCE, about=None):
         """Return the first true value of a predicate, or the first client event of a type."""
         predicate = wanted
         if isinstance(wanted, str):
@@ -1083,7 +1085,7 @@ class LiveService:
                 self._changed.wait(0.02)
         return found
 
-    def wait_live(self, timeout=10.0, count=1):
+    def wait_live(self, timeout=PATIENCE, count=1):
         """Return the newest session to have started, once it is the count-th."""
 
         def newest():
@@ -1092,7 +1094,7 @@ class LiveService:
 
         return self.wait_for(newest, timeout, about=f"the start of session {count}")
 
-    def wait_spoken(self, fragment, timeout=10.0):
+    def wait_spoken(self, fragment, timeout=PATIENCE):
         """Return the record of something the voice has said to its end."""
 
         def complete():

@@ -91,7 +91,8 @@ class Sidecar:
     def __exit__(self, *error):
         self.process.send_signal(signal.SIGTERM)
         try:
-            assert self.process.wait(STOP_SECONDS) == 0, self.log
+            # How quick it is, test_command.py looks at.
+            assert self.process.wait(START_SECONDS) == 0, self.log
         finally:
             self.process.kill()
             self.reader.join()
@@ -113,7 +114,7 @@ class Sidecar:
     def open(self, browser, **options):
         """Open the page in a fresh context. `page.faults` lists what went wrong in it."""
         context = browser.new_context(**{"viewport": {"width": 900, "height": 700}, **options})
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(30_000)
         page = context.new_page()
         page.faults = []
         page.on("pageerror", lambda error: page.faults.append(str(error)))

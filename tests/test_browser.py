@@ -1,12 +1,13 @@
 """The page in a real browser, with a scripted Hermes: its controls, and what can go wrong."""
 
+import contextlib
 import threading
 
 import pytest
 from live_service import LiveService
 from playwright.sync_api import expect
 from scripted_hermes import ScriptedHermes, event, reply, stream
-from sidecar import TOKEN, Sidecar
+from sidecar import TOKEN, Sidecar, conversation_of
 
 IDEMPOTENT = {"features": {"runs_idempotency": {"supported": True}}}
 RUNNING = {"status": "running"}
@@ -35,25 +36,24 @@ class Line:
     def __init__(self, browser, hermes, config=None, token=None, **live):
         self.browser, self.hermes = browser, hermes
         self.live = LiveService(**live)
-        self.sidecar = Sidecar
         self.options = {"config": config, "token": token}
 
     def __enter__(self):
-        self.hermes.__enter__()
-        self.live.__enter__()
-        self.sidecar = Sidecar(self.live, self.hermes.url, self.hermes.key, **self.options)
-        self.sidecar.__enter__()
-        self.page = self.sidecar.open(self.browser)
+        with contextlib.ExitStack() as stack:
+            self.hermes = stack.enter_context(self.hermes)
+            stack.enter_context(self.live)
+            self.sidecar = Sidecar(self.live, self.hermes.url, self.hermes.key, **self.options)
+            stack.enter_context(self.sidecar)
+            self.page = self.sidecar.open(self.browser)
+            stack.callback(self.page.context.close)
+            self.parts = stack.pop_all()
         self.log = self.page.get_by_role("log")
         self.status = self.page.get_by_role("status")
         self.card = self.page.get_by_role("article")
         return self
 
     def __exit__(self, *error):
-        self.page.context.close()
-        self.sidecar.__exit__(*error)
-        self.live.__exit__(*error)
-        self.hermes.__exit__(*error)
+        self.parts.__exit__(*error)
         if error[0] is None:
             assert self.page.faults == []
             assert self.live.violations == []
@@ -61,10 +61,17 @@ class Line:
     def button(self, name):
         return self.page.get_by_role("button", name=name, exact=True)
 
-    def start(self):
+    def start(self, status=""):
+        """Open a call, and wait until the status line holds this."""
         before = len(self.live.sessions)
         self.button("Start call").click()
-        return self.live.wait_live(count=before + 1)
+        session = self.live.wait_live(count=before + 1)
+        expect(self.status).to_contain_text(status)
+        return session
+
+    def runs(self):
+        """The runs that the sidecar has of the page's conversation."""
+        return self.sidecar.get(f"runs?conversation={conversation_of(self.page)}")["runs"]
 
     def type(self, text):
         self.page.get_by_role("textbox", name="Message Hermes").fill(text)
@@ -94,7 +101,7 @@ def test_a_message_typed_in_a_call_is_answered_aloud(browser):
 
 def test_a_double_click_opens_one_session(browser):
     with Line(browser, answering("Yes."), create_delay=0.3) as line:
-        line.button("Start call").dblclick()
+        line.button("Start call").dblclick(delay=100)  # as slow as people are
 
         line.live.wait_live()
         expect(line.status).to_have_text("Listening")
@@ -108,8 +115,9 @@ def test_start_stop_start_leaves_one_session_and_hangs_the_other_up(browser):
         line.button("Hang up").click()
         line.button("Start call").click()
 
-        line.live.wait_live()
+        line.live.wait_for(lambda: len(line.live.sessions) == 2, about="the second session")
         line.live.wait_for(lambda: len(line.live.open_sessions) == 1, about="the loser's end")
+        line.live.wait_live()
         assert line.live.creates == 2
         expect(line.status).to_have_text("Listening")
 
@@ -179,7 +187,7 @@ def test_without_a_network_no_session_is_opened(browser):
 
         line.button("Start call").click()
 
-        expect(line.log).to_contain_text("found no network", timeout=20_000)
+        expect(line.log).to_contain_text("found no network")
         expect(line.button("Start call")).to_be_visible()
         assert line.live.creates == 0
 
@@ -207,12 +215,13 @@ def test_stop_speaking_silences_the_voice_and_not_the_work(browser):
         session.user_says("Do it.", delegate=True)
         expect(line.card).to_contain_text("Working")
         session.assistant_says("A very long story. " * 20, wait=False)
+        line.live.wait_for(lambda: "long story" in session.spoken[-1].said, about="the story")
 
         line.button("Stop speaking").click()
 
         voice = line.page.locator("#voice")
         expect(voice).to_have_js_property("muted", True)
-        expect(voice).to_have_js_property("muted", False, timeout=20_000)
+        expect(voice).to_have_js_property("muted", False)
         gate.set()
         line.live.wait_spoken("The end of it.")
 
@@ -237,7 +246,7 @@ def test_a_call_that_dies_while_hermes_works_loses_nothing(browser):
         expect(line.card).to_contain_text("Working")
 
         session.die()
-        expect(line.log).to_contain_text("The connection was lost", timeout=30_000)
+        expect(line.log).to_contain_text("The connection was lost")
         gate.set()
         expect(line.card).to_contain_text("Found it.")
 
@@ -256,7 +265,7 @@ def test_a_hermes_that_is_down_is_named_aloud_and_on_the_screen(browser):
 
         session.user_says("Do it.", delegate=True)
 
-        line.live.wait_spoken("Hermes cannot be reached", timeout=20)
+        line.live.wait_spoken("Hermes cannot be reached")
         expect(line.card).to_contain_text("Not done")
 
 

@@ -7,58 +7,12 @@ import json
 import threading
 import urllib.request
 
-import pytest
-from hermes_gateway import VERSIONS, HermesGateway
-from live_service import LiveService
 from playwright.sync_api import expect
-from sidecar import Sidecar, conversation_of
-
-# Long enough to answer by voice, short enough to wait for.
-APPROVAL_SECONDS = 12
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def hermes(request, hermes_python):
-    with HermesGateway(hermes_python(request.param), approvals={"timeout": APPROVAL_SECONDS}) as gateway:
-        gateway.warm_up()
-        yield gateway
-
-
-@pytest.fixture
-def line(hermes, browser):
-    """A page in a call, ready to be talked to."""
-    with LiveService() as live, Sidecar(live, hermes.url, hermes.key) as sidecar:
-        call = Call(live, sidecar, sidecar.open(browser))
-        yield call
-        call.page.context.close()
-        assert call.page.faults == []
-    assert live.violations == []
-
-
-class Call:
-    """What a test says, hears and sees."""
-
-    def __init__(self, live, sidecar, page):
-        self.live, self.sidecar, self.page = live, sidecar, page
-        self.log = page.get_by_role("log")
-        self.status = page.get_by_role("status")
-
-    def start(self, status="Listening"):
-        before = len(self.live.sessions)
-        self.button("Start call").click()
-        session = self.live.wait_live(count=before + 1)
-        expect(self.status).to_contain_text(status)
-        return session
-
-    def button(self, name):
-        return self.page.get_by_role("button", name=name, exact=True)
-
-    def runs(self):
-        return self.sidecar.get(f"runs?conversation={conversation_of(self.page)}")["runs"]
+from sidecar import conversation_of
 
 
 def test_a_spoken_request_is_worked_on_and_its_answer_spoken_and_shown(line):
-    session = line.start()
+    session = line.start("Listening")
 
     delegation = session.user_says('What is in it? [[tool cmd="echo found it"]]', delegate=True)
     answer = line.live.wait_spoken("The command ran")
@@ -66,7 +20,7 @@ def test_a_spoken_request_is_worked_on_and_its_answer_spoken_and_shown(line):
     assert answer.delegation_id == delegation
     assert not answer.cut
     expect(line.log).to_contain_text("What is in it?")
-    card = line.page.get_by_role("article")
+    card = line.card
     expect(card).to_contain_text("Done")
     expect(card).to_contain_text("The command ran")
     expect(card.get_by_text("1 step")).to_be_visible()
@@ -76,10 +30,10 @@ def test_a_spoken_request_is_worked_on_and_its_answer_spoken_and_shown(line):
 
 
 def test_what_is_better_read_is_shown_and_not_spoken(line):
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says("List them. [[table]]", delegate=True)
-    card = line.page.get_by_role("article")
+    card = line.card
     expect(card.get_by_role("table")).to_be_visible()
 
     line.live.wait_for(lambda: any(s.delegation_id for s in session.spoken if s.ended_at))
@@ -91,7 +45,7 @@ def test_what_is_better_read_is_shown_and_not_spoken(line):
 def test_a_dangerous_command_is_allowed_once_by_a_button(line, tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
     line.live.wait_spoken("yes or no")
@@ -108,7 +62,7 @@ def test_a_dangerous_command_is_allowed_once_by_a_button(line, tmp_path):
 def test_a_dangerous_command_is_denied_by_voice(line, tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
     line.live.wait_spoken("yes or no")
@@ -126,12 +80,12 @@ def test_a_dangerous_command_is_denied_by_voice(line, tmp_path):
 def test_a_question_nobody_answers_runs_out_and_is_told(line, tmp_path):
     victim = tmp_path / "victim"
     victim.mkdir()
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
     line.live.wait_spoken("yes or no")
 
-    line.live.wait_spoken("Nobody answered", timeout=APPROVAL_SECONDS + 10)
+    line.live.wait_spoken("Nobody answered")
     line.live.wait_spoken("1 blocked")
     assert victim.exists()
     expect(line.log).to_contain_text("Nobody answered in time")
@@ -139,70 +93,71 @@ def test_a_question_nobody_answers_runs_out_and_is_told(line, tmp_path):
 
 
 def test_a_run_is_stopped_and_stays_silent(line):
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says("Do a lot. [[steps n=30 delay=1]]", delegate=True)
-    expect(line.page.get_by_role("article")).to_contain_text("step")
+    expect(line.card).to_contain_text("step")
     line.button("Stop task").click()
 
     line.live.wait_spoken("stopped the task")
-    expect(line.page.get_by_role("article")).to_contain_text("Stopped")
+    expect(line.card).to_contain_text("Stopped")
     assert [run["result"]["finish_reason"] for run in line.runs()] == ["cancelled"]
     assert not any("steps" in spoken.said for spoken in session.spoken if spoken.delegation_id)
 
 
-def test_a_page_reloaded_in_the_middle_of_a_run_still_gets_the_answer(line):
-    session = line.start()
+def test_a_page_reloaded_in_the_middle_of_a_run_still_gets_the_answer(line, gate):
+    session = line.start("Listening")
 
-    session.user_says("Take your time. [[steps n=4 delay=1]]", delegate=True)
-    expect(line.page.get_by_role("article")).to_contain_text("step")
+    session.user_says(f'Take your time. [[tool cmd="{gate.command}"]]', delegate=True)
+    expect(line.card).to_contain_text("step")
     line.page.reload()
 
     line.live.wait_for(lambda: line.live.hangups == [session.id], about="the old session is hung up")
-    expect(line.page.get_by_role("article")).to_contain_text("Working")
-    line.start(status="Hermes is working")
-    line.live.wait_spoken("Did 4 of 4 steps", timeout=20)
-    expect(line.page.get_by_role("article")).to_contain_text("Done")
+    expect(line.card).to_contain_text("Working")
+    line.start("Hermes is working")
+    gate.open()
+    line.live.wait_spoken("The command ran")
+    expect(line.card).to_contain_text("Done")
     assert len(line.runs()) == 1
 
 
 def test_a_correction_reaches_the_agent_together_with_the_first_request(line, hermes):
     """Steered where Hermes can, else stopped and started again with both."""
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says("Look at the first folder. [[steps n=30 delay=1]]", delegate=True)
-    expect(line.page.get_by_role("article")).to_contain_text("step")
+    expect(line.card).to_contain_text("step")
     steered = hermes.version > "0.20.4"
     second = session.user_says(f"No, the second one. {'' if steered else '[[report]]'}", delegate=True)
 
     # A report is data, which is shown and not read out.
-    answer = line.live.wait_spoken("second one" if steered else "on your screen", timeout=25)
+    answer = line.live.wait_spoken("second one" if steered else "on your screen")
     assert answer.delegation_id == second
     ends = [run["result"]["finish_reason"] for run in line.runs()]
     assert ends == (["stop"] if steered else ["cancelled", "stop"])
     asked = "\n".join(text for request in hermes.model.requests[-3:] for text in request.users)
     assert "first folder" in asked
     assert "second one" in asked + "\n".join(hermes.model.requests[-1].steers)
-    expect(line.page.get_by_role("article").last).to_contain_text("Done")
+    expect(line.card.last).to_contain_text("Done")
 
 
 def test_an_unrelated_request_while_hermes_answers_without_tools_is_answered_too(line):
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says("Tell me a story. [[slow deltas=40 delay=0.1]]", delegate=True)
-    line.live.wait_for(lambda: any(run["state"] == "running" for run in line.runs()), timeout=10)
+    line.live.wait_for(lambda: any(run["state"] == "running" for run in line.runs()))
     second = session.user_says("And what is the time? [[plain]]", delegate=True)
 
-    answer = line.live.wait_spoken("what is the time", timeout=30)
+    answer = line.live.wait_spoken("what is the time")
     assert answer.delegation_id == second
     assert all(run["result"] for run in line.runs())
 
 
 def test_a_spoken_stop_stops_and_is_confirmed_only_when_hermes_has(line):
-    session = line.start()
+    session = line.start("Listening")
 
     session.user_says("[[steps n=30 delay=1]] Do a lot.", delegate=True)
-    expect(line.page.get_by_role("article")).to_contain_text("step")
+    expect(line.card).to_contain_text("step")
     session.user_says("Stop.", delegate=True)
 
     line.live.wait_spoken("stopped the task")

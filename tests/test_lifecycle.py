@@ -5,6 +5,7 @@ in which order, and what the voice said of it.
 """
 
 import json
+import re
 import threading
 
 import pytest
@@ -79,9 +80,8 @@ def test_the_meter_shows_time_and_price_and_what_openai_counts(browser):
         session = line.start()
 
         meter = line.page.locator("#meter")
-        expect(meter).to_contain_text("This call: 0:0")
-        expect(meter).to_contain_text("· $0.00")
-        expect(meter).to_contain_text("OpenAI: 0:0")
+        expect(meter).to_contain_text(re.compile(r"This call: 0:\d\d · \$0\.0\d"))
+        expect(meter).to_contain_text(re.compile(r"OpenAI: 0:\d\d"))
         session.pause()
         expect(meter).to_contain_text(" paused)")
 
@@ -94,9 +94,8 @@ def test_a_session_is_renewed_before_its_end_and_the_call_goes_on(browser):
         first.user_says("Check the build.", delegate=True)
         expect(line.card).to_contain_text("Working")
         line.button("Mute").click()
-        first.wait_event("session.input_audio.mute")
 
-        second = line.live.wait_live(timeout=20, count=2)
+        second = line.live.wait_live(count=2)
         second.wait_event("session.input_audio.mute")
         line.live.wait_for(lambda: line.live.open_sessions == [second], about="the end of the first session")
         expect(line.button("Unmute")).to_be_visible()
@@ -112,11 +111,11 @@ def test_a_session_is_renewed_before_its_end_and_the_call_goes_on(browser):
 
 
 def test_a_renewal_that_fails_leaves_the_call_and_says_so(browser):
-    with Line(browser, answering("It is green."), session_lifetime=16) as line:
+    with Line(browser, answering("It is green."), session_lifetime=10, session_overtime=60) as line:
         session = line.start()
         line.live.fail_next("server_error")
 
-        expect(line.log).to_contain_text("The call could not be renewed", timeout=15_000)
+        expect(line.log).to_contain_text("The call could not be renewed")
         session.user_says("Check the build.", delegate=True)
 
         line.live.wait_spoken("It is green.")
@@ -125,7 +124,7 @@ def test_a_renewal_that_fails_leaves_the_call_and_says_so(browser):
 
 def test_a_line_that_breaks_is_taken_up_with_a_button_and_keeps_mute_draft_and_answer(browser):
     hermes, gate = working("The build is green.")
-    with Line(browser, hermes) as line:
+    with Line(browser, hermes, {"progress": "off"}) as line:
         session = line.start()
         session.user_says("Check the build.", delegate=True)
         expect(line.card).to_contain_text("Working")
@@ -135,7 +134,7 @@ def test_a_line_that_breaks_is_taken_up_with_a_button_and_keeps_mute_draft_and_a
         draft.fill("And then")
 
         session.drop()
-        expect(line.log).to_contain_text("The connection was lost", timeout=20_000)
+        expect(line.log).to_contain_text("The connection was lost")
         gate.set()
         expect(line.card).to_contain_text("The build is green.")
         assert line.live.creates == 1
@@ -206,8 +205,8 @@ def test_a_spoken_goodbye_hangs_up_and_runs_nothing(browser):
 
 
 def test_a_call_is_greeted_and_one_with_an_answer_waiting_is_not(browser):
-    with Line(browser, answering("It is green.")) as line:
-        amend(line, "/config", greeting="Hello, what can I do?")
+    greeting = {"greeting": "Hello, what can I do?"}
+    with Line(browser, answering("It is green."), config=greeting) as line:
         first = line.start()
         assert line.live.wait_spoken("Hello, what can I do?").delegation_id is None
         line.button("Hang up").click()
@@ -223,13 +222,13 @@ def test_a_call_is_greeted_and_one_with_an_answer_waiting_is_not(browser):
 
 
 def test_the_end_of_the_allowed_time_is_told_ahead_and_then_the_call_ends_with_the_reason(browser):
-    with Line(browser, answering("Yes.")) as line:
-        amend(line, "/session", seconds_left=7)
+    with Line(browser, answering("Yes."), speech_rate=400) as line:
+        amend(line, "/session", seconds_left=9)
         session = line.start()
 
         line.live.wait_spoken("The call ends in less than a minute")
         expect(line.log).to_contain_text("The call ends in less than a minute")
-        line.live.wait_for(lambda: session.closed_reason == "close_requested", timeout=10)
+        line.live.wait_for(lambda: session.closed_reason == "close_requested")
         session.wait_event("session.close")
         expect(line.log).to_contain_text("is used up, so the call was ended")
         expect(line.status).to_have_text("Off")
@@ -237,13 +236,14 @@ def test_the_end_of_the_allowed_time_is_told_ahead_and_then_the_call_ends_with_t
 
 def test_a_long_silent_run_ends_the_call_and_its_answer_opens_the_next(browser):
     hermes, gate = working("The build is green.")
-    with Line(browser, hermes) as line:
-        amend(line, "/config", on_long_run="hang_up", long_run_seconds=4, greeting="Hello.")
+    config = {"greeting": "Hello.", "on_long_run": "hang_up", "progress": "off"}
+    with Line(browser, hermes, config) as line:
+        amend(line, "/config", long_run_seconds=4)
         first = line.start()
         line.live.wait_spoken("Hello.")
         first.user_says("Check the build.", delegate=True)
 
-        line.live.wait_for(lambda: first.closed_reason == "close_requested", timeout=15)
+        line.live.wait_for(lambda: first.closed_reason == "close_requested")
         expect(line.log).to_contain_text("starts again by itself")
         expect(line.button("Start call")).to_be_visible()
         assert line.live.creates == 1
@@ -273,7 +273,7 @@ def test_a_microphone_whose_sound_does_not_leave_is_told_of(browser):
 
         line.page.evaluate("window.peers.at(-1).getSenders()[0].replaceTrack(null)")
 
-        expect(line.log).to_contain_text("No sound from your microphone reaches OpenAI", timeout=15_000)
+        expect(line.log).to_contain_text("No sound from your microphone reaches OpenAI")
 
 
 def test_a_voice_whose_sound_does_not_arrive_is_told_of(browser):
@@ -283,12 +283,11 @@ def test_a_voice_whose_sound_does_not_arrive_is_told_of(browser):
         session.lose_voice()
         session.assistant_says("This is a story that goes on for a good while. " * 4, wait=False)
 
-        expect(line.log).to_contain_text("its sound does not arrive here", timeout=15_000)
+        expect(line.log).to_contain_text("its sound does not arrive here")
 
 
 def test_a_voice_that_never_answers_a_greeting_is_told_of(browser):
-    with Line(browser, answering("Yes."), reply_delay=None) as line:
-        amend(line, "/config", greeting="Hello.")
+    with Line(browser, answering("Yes."), config={"greeting": "Hello."}, reply_delay=None) as line:
         line.start()
 
-        expect(line.log).to_contain_text("The voice has not answered", timeout=20_000)
+        expect(line.log).to_contain_text("The voice has not answered")

@@ -58,7 +58,7 @@ class Talk:
 
     def hear(self):
         """Wait for the newest answer."""
-        self.live.wait_spoken(f"Answer {self.answers[-1]}.", timeout=15)
+        self.live.wait_spoken(f"Answer {self.answers[-1]}.")
 
     # One way a request can go, each.
 
@@ -103,7 +103,7 @@ class Talk:
     def failing(self):
         run = self.ask("Open the moon.")
         run.end("failed", error="HTTP 500: overloaded")
-        self.live.wait_for(lambda: self.newest_spoken("did not answer"), timeout=10, about="the failure")
+        self.live.wait_for(lambda: self.newest_spoken("did not answer"), about="the failure")
 
     def dropped(self):
         run = self.ask("Count the files, slowly.")
@@ -122,7 +122,7 @@ class Talk:
 
     def asleep(self):
         run = self.ask("Write the long report.")
-        self.live.wait_for(lambda: self.session.paused, timeout=STANDBY + 10, about="standby")
+        self.live.wait_for(lambda: self.session.paused, about="standby")
         self.end(run)
         expect(self.page.get_by_role("log")).to_contain_text(f"Answer {self.answers[-1]}.")
         self.session.user_says("Are you there?")
@@ -157,6 +157,7 @@ KINDS = [
 ]
 
 
+QUICK = {"auto_acknowledge": False, "ack_delay": 0.1, "reply_delay": 0.1, "speech_rate": 400}
 CONFIG = {"model": "gpt-live-1.1", "standby_seconds": STANDBY}
 
 
@@ -176,7 +177,7 @@ def sidecar_bytes(sidecar):
 
 def test_thirty_requests_are_each_answered_once_and_nothing_grows(browser):
     with (
-        LiveService(auto_acknowledge=False, ack_delay=0.1, reply_delay=0.1, speech_rate=400) as live,
+        LiveService(**QUICK, session_overtime=60) as live,
         WorkingHermes() as hermes,
         Sidecar(live, hermes.url, hermes.key, CONFIG) as sidecar,
     ):

@@ -255,6 +255,12 @@ def logged(event, act):
 
 
 @pytest.fixture(autouse=True)
+def a_warning_is_written_once(monkeypatch):
+    """A test is over before it would be written again, however slow the machine is."""
+    monkeypatch.setattr("hermes_voice.WARNING_SECONDS", 600)
+
+
+@pytest.fixture(autouse=True)
 def nothing_secret_gets_out(caplog):
     """After every test: no secret was answered or logged."""
     caplog.set_level(logging.DEBUG, "hermes_voice")
