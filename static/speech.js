@@ -118,9 +118,11 @@ function keep(speech, pieces) {
   return { ...speech, kept: [...once, ...earlier].slice(0, PIECES_KEPT) };
 }
 
-/** Say what was kept, after what leads to it. @param {Speech} speech @param {Piece[]} lead @param {number} at @returns {Speech} */
+/** Say what was kept last, after what leads to it. @param {Speech} speech @param {Piece[]} lead @param {number} at @returns {Speech} */
 export function goOn(speech, lead, at) {
-  return requeue({ ...speech, kept: [] }, [...lead, ...speech.kept], at);
+  const [first] = speech.kept;
+  const newest = speech.kept.filter((piece) => piece.run === first?.run);
+  return requeue({ ...speech, kept: speech.kept.filter((piece) => !newest.includes(piece)) }, [...lead, ...newest], at);
 }
 
 /** Say the last answer once more, from its beginning. @param {Speech} speech @param {number} at @returns {Speech} */
