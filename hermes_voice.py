@@ -2664,6 +2664,11 @@ class App:
         updates = list(updates)
         for update in updates:
             log_event("run.updated", logging.DEBUG, run=run.id, update=update)
+            if update["type"] == "approval":
+                log_event("approval.asked", run=run.id, request=update["request_id"])
+            elif update["type"] == "approval_closed":
+                reason = update["reason"]
+                log_event("approval.closed", run=run.id, request=update["request_id"], reason=reason)
         with self.changed:
             run.publish(updates)
             self.go_on(run)
