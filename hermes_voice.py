@@ -249,8 +249,8 @@ POLICIES = ("steer", "restart", "queue")
 
 # What stops the running task when it is all the user says.
 STOP_PHRASES = tuple(
-    "stop|stop it|stop that|stop the task|cancel|cancel it|cancel that|abort"
-    "|stopp|halt|abbrechen|brich ab".split("|")
+    "stop|stop it|stop that|stop the task|stop now|no stop|okay stop|wait stop|cancel|cancel it|cancel that"
+    "|abort|stopp|halt|abbrechen|brich ab".split("|")
 )
 
 # What ends the call, goes on with an answer that was cut off, and says the last one again.
