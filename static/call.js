@@ -53,7 +53,7 @@ import { closeMessage, commentary, cut, fits, muteMessage, thinking } from "./wi
  *   at: number, saidAt: number, reminded: number, closedAt: number}} Question
  *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
  *   this session, `asked`: how often; `afterMs`: an answer begins after this, and `aloud`:
- *   the voice has begun to ask since; `at`: when it came; `saidAt`: when something of it was last said; `reminded`: so many reminders were due
+ *   the voice has said enough of it since; `at`: when it came; `saidAt`: when something of it was last said; `reminded`: so many reminders were due
  * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
@@ -79,7 +79,7 @@ const METER_MS = 30000; // the sidecar hangs up a session it has not heard of fo
 const HELD_KEPT = 50; // notes for a line that is asleep
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
-const KNOWN_MS = 1000; // of a question, until anyone can know what it is
+const KNOWN_CHARS = 20; // of a question, until anyone can know what it is
 const LATE_MS = 10000; // after a question closed, words may still be meant for it
 const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
@@ -610,15 +610,15 @@ function heard(state, event) {
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
   if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
   else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
-  return [event.speaker === "assistant" ? beginToAsk(next, words.startMs) : next, []];
+  return [event.speaker === "assistant" ? beginToAsk(next, words.endMs) : next, []];
 }
 
-/** The voice begins to ask: a "yes" to what it said before is no answer. @param {State} state @param {number} startMs @returns {State} */
-function beginToAsk(state, startMs) {
+/** The voice begins to ask: a "yes" to what it said before is no answer. @param {State} state @param {number} endMs @returns {State} */
+function beginToAsk(state, endMs) {
   const run = openQuestion(state);
   const question = run?.question;
-  if (!run || question?.stage !== "asked" || question.aloud || startMs < question.afterMs) return state;
-  return questionChanged(state, run.key, { aloud: true, afterMs: startMs + KNOWN_MS });
+  if (!run || question?.stage !== "asked" || question.aloud || endMs < question.afterMs) return state;
+  return questionChanged(state, run.key, { aloud: (state.speech.current?.voiced ?? KNOWN_CHARS) >= KNOWN_CHARS, afterMs: endMs });
 }
 
 /** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */
