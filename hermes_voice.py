@@ -235,8 +235,8 @@ POLICIES = ("steer", "restart", "queue")
 
 # What stops the running task when it is all the user says.
 STOP_PHRASES = tuple(
-    "stop|stop it|stop that|stop the task|cancel|cancel it|cancel that|abort"
-    "|stopp|halt|abbrechen|brich ab".split("|")
+    "stop|stop it|stop that|stop the task|stop now|no stop|okay stop|wait stop|cancel|cancel it|cancel that"
+    "|abort|stopp|halt|abbrechen|brich ab".split("|")
 )
 
 # What ends the call, goes on with an answer that was cut off, and says the last one again.
@@ -2570,7 +2570,7 @@ class App:
         told: list[Json] = []
         try:
             for update in updates:
-                log_event("run.updated", logging.DEBUG, run=run.id, update=update)
+                log_update(run, update)
                 told.append(update)
         finally:  # What came before a part that makes no sense is not lost with it.
             with self.changed:
@@ -2607,6 +2607,15 @@ class App:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
+
+
+def log_update(run: Run, update: Json) -> None:
+    """What happened in a run; above debug only that a question was asked, or is over."""
+    log_event("run.updated", logging.DEBUG, run=run.id, update=update)
+    if update["type"] == "approval":
+        log_event("approval.asked", run=run.id, request=update["request_id"])
+    elif update["type"] == "approval_closed":
+        log_event("approval.closed", run=run.id, request=update["request_id"], reason=update["reason"])
 
 
 # Sessions

@@ -4,7 +4,8 @@
 //   three or more                                            before the voice's last word was over
 //                                                            (400 ms for the way back), or each
 //                                                            comes within 1.2 s of its original
-//   all of them, though fewer                                well before that, within 2 s
+//   all of them, though fewer                                well before that, or while the voice
+//                                                            goes on, within 2 s
 //   not quite: four in five of at least five, in order       as three or more
 //
 // What a person repeats on purpose comes after the voice has ended, and counts.
@@ -17,6 +18,7 @@ const WAY_BACK_MS = 400;
 const LOCKED_MS = 1200;
 const FEW_MS = 2000;
 const GRID_MS = 200; // the steps in which times come: a quick answer may seem to begin too early
+const GOES_ON_MS = 400; // a voice that is talked over stops
 const MANY = 3;
 const GARBLED_LEAST = 5;
 const GARBLED_PART = 0.8;
@@ -47,21 +49,22 @@ export function echoLength(utterance, voiced) {
   const before = said.filter(({ startMs }) => startMs <= begins);
   if (!before.length) return 0;
   const over = begins - Math.max(...before.map(({ endMs }) => endMs));
-  const repeated = Math.max(0, ...before.map((_, from) => matching(words, said, from, over)));
+  const goesOn = said.some(({ startMs }) => startMs - begins >= GOES_ON_MS);
+  const repeated = Math.max(0, ...before.map((_, from) => matching(words, said, from, over, goesOn)));
   const whole = words.length >= GARBLED_LEAST && over <= WAY_BACK_MS && inOrder(words, said) >= GARBLED_PART * words.length;
   const count = whole ? words.length : repeated;
   if (count === words.length) return utterance.length;
   return count ? words[count - 1].to + 1 - (words[count].to === words[count - 1].to ? 1 : 0) : 0;
 }
 
-/** So many words are those of the voice from one of its words on; 0 if that may be chance. @param {Word[]} words @param {Word[]} said @param {number} from @param {number} over */
-function matching(words, said, from, over) {
+/** So many words are those of the voice from one of its words on; 0 if that may be chance. @param {Word[]} words @param {Word[]} said @param {number} from @param {number} over @param {boolean} goesOn */
+function matching(words, said, from, over, goesOn) {
   let count = 0;
   while (count < words.length && words[count].word === said[from + count]?.word) count += 1;
   const delays = words.slice(0, count).map((word, n) => word.startMs - said[from + n].startMs);
   const within = (/** @type {number} */ most) => delays.every((delay) => delay >= 0 && delay <= most);
   const many = count >= MANY && (over <= WAY_BACK_MS || within(LOCKED_MS));
-  const few = count === words.length && over < -GRID_MS && within(FEW_MS);
+  const few = count === words.length && (over < -GRID_MS || goesOn) && within(FEW_MS);
   return many || few ? count : 0;
 }
 

@@ -8,10 +8,15 @@ function plain(text) {
   return text.toLowerCase().replace(/[^\p{L}\p{M}\p{N}' ]/gu, " ").replace(/\s+/g, " ").trim();
 }
 
+/** "Stop stop stop!" says what "stop" does. @param {string} words */
+function once(words) {
+  return words.split(" ").filter((word, n, all) => word !== all[n - 1]).join(" ");
+}
+
 /** Whether a text is one of the phrases. @param {string} said @param {string[]} phrases */
 export function isOneOf(said, phrases) {
   const words = plain(said);
   // A phrase may hold such a word itself: "goodbye" alone is not "goodbye Hermes".
-  const asked = [words, plain(words.replace(POLITE, " "))].filter(Boolean);
+  const asked = [words, plain(words.replace(POLITE, " "))].flatMap((text) => [text, once(text)]).filter(Boolean);
   return phrases.some((phrase) => asked.includes(plain(phrase)));
 }

@@ -12,7 +12,7 @@ import * as transcript from "./transcript.js";
 
 /** @import { EventRule, Question, Rule, Run, State, Step } from "./state.js" */
 
-const KNOWN_MS = 1000; // of a question, until anyone can know what it is
+const KNOWN_CHARS = 20; // of a question, until anyone can know what it is
 const LATE_MS = 10000; // after a question closed, words may still be meant for it
 const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
@@ -61,12 +61,12 @@ export function askedAloud(state, id, endMs) {
   return questionChanged(state, run.key, { ...place, stage: stage === "queued" ? "asked" : stage });
 }
 
-/** The voice begins to ask: a "yes" to what it said before is no answer. @param {State} state @param {number} startMs @returns {State} */
-export function beginToAsk(state, startMs) {
+/** The voice begins to ask: a "yes" to what it said before is no answer. @param {State} state @param {number} endMs @returns {State} */
+export function beginToAsk(state, endMs) {
   const run = openQuestion(state);
   const question = run?.question;
-  if (!run || question?.stage !== "asked" || question.aloud || startMs < question.afterMs) return state;
-  return questionChanged(state, run.key, { aloud: true, afterMs: startMs + KNOWN_MS });
+  if (!run || question?.stage !== "asked" || question.aloud || endMs < question.afterMs) return state;
+  return questionChanged(state, run.key, { aloud: (state.speech.current?.voiced ?? KNOWN_CHARS) >= KNOWN_CHARS, afterMs: endMs });
 }
 
 /** One question at a time, and reminders of it. @type {Rule} */

@@ -123,9 +123,11 @@ function unsaid({ current, last }, pieces) {
   return piece?.kind === "result" && !isWhole ? [piece, ...results] : results;
 }
 
-/** Say what was kept, after what leads to it. @param {Speech} speech @param {Piece[]} lead @param {number} at @returns {Speech} */
+/** Say what was kept last, after what leads to it. @param {Speech} speech @param {Piece[]} lead @param {number} at @returns {Speech} */
 export function goOn(speech, lead, at) {
-  return requeue({ ...speech, kept: [] }, [...lead, ...speech.kept], at);
+  const [first] = speech.kept;
+  const newest = speech.kept.filter((piece) => piece.run === first?.run);
+  return requeue({ ...speech, kept: speech.kept.filter((piece) => !newest.includes(piece)) }, [...lead, ...newest], at);
 }
 
 /** Say the last answer once more, from its beginning. @param {Speech} speech @param {number} at @returns {Speech} */

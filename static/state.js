@@ -21,7 +21,7 @@ import { thinking } from "./wire.js";
  *   at: number, saidAt: number, reminded: number, closedAt: number}} Question
  *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
  *   this session, `asked`: how often; `afterMs`: an answer begins after this, and `aloud`: the
- *   voice has begun to ask since; `at`: when it came; `saidAt`: when something of it was last
+ *   voice has said enough of it since; `at`: when it came; `saidAt`: when something of it was last
  *   said; `reminded`: so many reminders were due
  * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,

@@ -202,14 +202,16 @@ export function heardOf(transcript, session) {
   return transcript.lines.filter((line) => line.speaker === "user" && line.session === session && !line.typed).flatMap((line) => line.fragments);
 }
 
-/** The fragments of the user's utterances that began after a place: the tail of one that was begun before it is none. @param {Transcript} transcript @param {number} session @param {number} ms @returns {Fragment[]} */
+/** The user's utterances that began after a place, without sounds of listening and without the tail of one that began before it. @param {Transcript} transcript @param {number} session @param {number} ms @returns {Fragment[]} */
 export function begunAfter(transcript, session, ms) {
-  const said = heardOf(transcript, session).filter((fragment) => fragment.batch !== ECHO);
-  let begins = -1;
-  return said.filter((fragment, n) => {
-    if (n === 0 || fragment.startMs - said[n - 1].endMs >= PAUSE_MS) begins = fragment.startMs;
-    return begins >= ms;
-  });
+  /** @type {Fragment[][]} */
+  const utterances = [];
+  for (const fragment of heardOf(transcript, session).filter(({ batch }) => batch !== ECHO)) {
+    const last = utterances.at(-1);
+    if (last && fragment.startMs - last[last.length - 1].endMs < PAUSE_MS) last.push(fragment);
+    else utterances.push([fragment]);
+  }
+  return utterances.filter((said) => said[0].startMs >= ms && !isSound(said.map(({ text }) => text).join(""))).flat();
 }
 
 /** The newest of the user's words that ask for something and were not handed over. @param {Transcript} transcript @returns {Fragment[]} */

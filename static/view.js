@@ -447,10 +447,11 @@ function drawOpenQuestion(element, { key, question }) {
     const buttons = make("div", "buttons");
     const offered = Object.keys(CHOICES).filter((choice) => question.choices.includes(choice));
     buttons.append(...offered.map((choice) => choiceButton(key, question.requestId, choice)));
-    element.replaceChildren(...questionWords(question), buttons, make("p", "left", ""));
+    // First, where a small screen does not cut it off.
+    element.replaceChildren(make("p", "left", ""), ...questionWords(question), buttons);
   }
   for (const button of element.querySelectorAll("button")) button.disabled = question.busy;
-  const left = /** @type {HTMLElement} */ (element.lastElementChild);
+  const left = /** @type {HTMLElement} */ (element.firstElementChild);
   show(left, question.busy ? "Passing your answer on…" : `${question.left} s left. ${question.note}`);
 }
 

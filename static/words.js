@@ -38,7 +38,7 @@ export function heard(state, event) {
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
   if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
   else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
-  return [event.speaker === "assistant" ? beginToAsk(next, words.startMs) : next, []];
+  return [event.speaker === "assistant" ? beginToAsk(next, words.endMs) : next, []];
 }
 
 /** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */

@@ -1282,6 +1282,9 @@ describe("halves of what the model refused", () => {
 test("a phrase counts when it is all that was said", () => {
   for (const said of ["Go on.", "go  on!", "Please go on, Hermes", "Bitte weiter.", "もう一度。", "नमस्ते"]) assert.ok(isOneOf(said, ["go on", "weiter", "もう一度", "नमस्ते"]), said);
   for (const said of ["", "Please.", "Go on with the build.", "Don't go on.", "Weiterhin", "pleasego on"]) assert.ok(!isOneOf(said, ["go on", "weiter", " "]), said);
+  for (const said of ["Stop stop stop!", "Please, stop! Stop, Hermes!"]) assert.ok(isOneOf(said, ["stop"]), said);
+  assert.ok(isOneOf("Bye bye, Hermes.", ["bye hermes"]));
+  assert.ok(!isOneOf("Bye.", ["bye bye"]));
 });
 
 // ---- markdown.js

@@ -1308,7 +1308,7 @@ def test_a_question_runs_out_before_hermes_forgets_it(bench, idempotent, seconds
     assert run.answers == []
 
 
-def test_a_question_that_runs_out_is_closed_in_time(bench):
+def test_a_question_that_runs_out_is_closed_in_time(bench, heard):
     b = bench(config=Config(approval_seconds=0.1))
     page, run, question = asked(b)
 
@@ -1316,6 +1316,8 @@ def test_a_question_that_runs_out_is_closed_in_time(bench):
 
     assert (closed["request_id"], closed["reason"]) == (question["request_id"], "timeout")
     assert run.answers == []
+    assert f"approval.asked run={page.run_id} request={question['request_id']}" in heard.text
+    assert f"approval.closed run={page.run_id} request={question['request_id']} reason=timeout" in heard.text
 
 
 @pytest.mark.parametrize("status", [404, 409])
