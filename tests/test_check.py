@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import sqlite3
-import subprocess
 import threading
 import time
 from email.utils import formatdate
@@ -256,32 +255,6 @@ def test_keys_of_systemd_and_of_hermess_env_are_found(desk, monkeypatch, hermes,
     assert desk.said("Hermes key") == [
         "problem: API_SERVER_KEY of ~/.hermes/.env: every user can read it; run: chmod 600 ~/.hermes/.env"
     ]
-
-
-@pytest.mark.parametrize(
-    ("days", "said"),
-    [
-        (60, None),
-        (9, "certificate expires in 8 days"),  # and some hours
-        (-1, "certificate has expired"),
-    ],
-)
-def test_a_certificate_that_runs_out_is_told(desk, openssl_path, days, said):
-    folder = desk.folder / "tls"
-    folder.mkdir()
-    for command in (
-        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout key -out new -subj /CN=x",
-        f"x509 -days {days} -in new -signkey key -out cert",
-    ):
-        subprocess.run([openssl_path, *command.split()], cwd=folder, check=True, capture_output=True)
-    os.chmod(folder / "key", 0o600)
-
-    assert desk.check(tls_cert=str(folder / "cert"), tls_key=str(folder / "key")) == 0
-
-    first, *more = desk.said("certificate")
-    assert first == "ok: in ~/tls/cert, and its key belongs to it"
-    advice = "make a new one, which is taken over without a restart"
-    assert more == ([f"warning: {said}; {advice}"] if said else [])
 
 
 def test_a_file_that_is_named_is_looked_at_although_systemd_has_one_too(desk, monkeypatch):
