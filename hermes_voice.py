@@ -3989,13 +3989,13 @@ class Handler(BaseHTTPRequestHandler):
         hosts = self.server.host, *self.server.app.config.public_hosts
         check_host(self.headers.get_all("Host", []), hosts)
         check_origin(self.headers, page is not None and method == "GET")
-        if page is None and path not in OPEN_PATHS:
-            self.check_token()
         if page is not None:
             if method != "GET":
                 raise wrong_method(["GET"])
             self.keep_alive()
             return page
+        if path not in OPEN_PATHS:
+            self.check_token()
         handler, ids = find_route(method, path)
         body = self.read_body() if method == "POST" else {}
         self.keep_alive()
