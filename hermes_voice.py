@@ -2115,10 +2115,9 @@ class Upstream:
             connection.close()
             raise self.unreachable(error, arrived=True) from None
 
-    def call(
-        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] = {}
-    ) -> Answer:
-        """One request and its whole answer. Raise Unreachable or Garbled."""
+    def call(self, method: str, path: str, body: Json | None = None, key: str = "") -> Answer:
+        """One request, known again by its key, and its whole answer. Raise Unreachable or Garbled."""
+        headers = {"Idempotency-Key": key} if key else {}
         _, connection, response = self.send(method, path, body, headers, self.read_seconds)
         try:
             raw = whole_body(response, time.monotonic() + self.answer_seconds)
@@ -2370,15 +2369,10 @@ class Hermes(Upstream):
         self.events_seconds: float = EVENTS_TIMEOUT
 
     def ask(
-        self,
-        method: str,
-        path: str,
-        body: Json | None = None,
-        headers: Mapping[str, str] = {},
-        gone: Sequence[int] = (),
+        self, method: str, path: str, body: Json | None = None, key: str = "", gone: Sequence[int] = ()
     ) -> Json:
         """One call; {} for a status of `gone`. Raise Refused with `answered` set, Unreachable or Garbled."""
-        answer = self.call(method, path, body, headers)
+        answer = self.call(method, path, body, key)
         if answer.status in gone:
             return {}
         if not 200 <= answer.status < 300:
@@ -2405,7 +2399,7 @@ class Hermes(Upstream):
 
     def start(self, body: Json, key: str) -> str:
         """Start a run and return its id."""
-        run_id = self.ask("POST", "/v1/runs", body, {"Idempotency-Key": key}).get("run_id")
+        run_id = self.ask("POST", "/v1/runs", body, key).get("run_id")
         if not isinstance(run_id, str) or not ID.fullmatch(run_id):
             raise self.garbled(f"run_id {run_id!r}")
         return run_id
@@ -3941,13 +3935,13 @@ class Handler(BaseHTTPRequestHandler):
         hosts = self.server.host, *self.server.app.config.public_hosts
         check_host(self.headers.get_all("Host", []), hosts)
         check_origin(self.headers, page is not None and method == "GET")
-        if page is None and path not in OPEN_PATHS:
-            self.check_token()
         if page is not None:
             if method != "GET":
                 raise wrong_method(["GET"])
             self.keep_alive()
             return page
+        if path not in OPEN_PATHS:
+            self.check_token()
         handler, ids = find_route(method, path)
         body = self.read_body() if method == "POST" else {}
         self.keep_alive()
@@ -4338,21 +4332,19 @@ class DemoHermes(Hermes):
         self.changed = threading.Condition()  # guards the runs
         self.runs: OrderedDict[str, DemoRun] = OrderedDict()  # by id
 
-    def call(
-        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] = {}
-    ) -> Answer:
+    def call(self, method: str, path: str, body: Json | None = None, key: str = "") -> Answer:
         """Answer in Hermes's place."""
         with self.changed:
-            status, answer = self.respond(method, path, body or {}, headers)
+            status, answer = self.respond(method, path, body or {}, key)
         return Answer(status, http.client.HTTPMessage(), answer, "")
 
-    def respond(self, method: str, path: str, body: Json, headers: Mapping[str, str]) -> tuple[int, Json]:
+    def respond(self, method: str, path: str, body: Json, key: str) -> tuple[int, Json]:
         """A status and a body. The caller holds the lock."""
         if path == "/v1/capabilities":
             features = {"runs_idempotency": {"supported": True, "durable": False, "retention_seconds": 86400}}
             return 200, {"object": "hermes.api_server.capabilities", "features": features}
         if (method, path) == ("POST", "/v1/runs"):
-            return 202, self.start_run(body, headers["Idempotency-Key"])
+            return 202, self.start_run(body, key)
         match = re.fullmatch(r"/v1/runs/(\w+)/?(\w*)", path)
         run, act = (self.runs.get(match[1]), match[2]) if match else (None, "")
         takes = {"stop": DemoRun.take_stop, "steer": DemoRun.take_words, "approval": DemoRun.take_answer}
