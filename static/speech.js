@@ -104,18 +104,23 @@ export function listened(speech, at, over) {
 
 /** Be quiet: what was to be said of results is kept, and a question still asked. @param {Speech} speech @returns {Speech} */
 export function hush(speech) {
-  const unsaid = [...(speech.current ? [speech.current.piece] : []), ...speech.waiting].filter((piece) => piece.kind === "result");
   const waiting = speech.waiting.filter((piece) => piece.kind === "question");
-  return keep({ ...speech, waiting, current: null }, unsaid);
+  return keep({ ...speech, waiting, current: null }, unsaid(speech, speech.waiting));
 }
 
 /** @param {Speech} speech @param {Piece[]} pieces @returns {Speech} */
 function keep(speech, pieces) {
   const runs = new Set(pieces.map((piece) => piece.run));
   const earlier = speech.kept.filter((piece) => !runs.has(piece.run));
-  // One that was cut off may wait as well, to be said again.
-  const once = pieces.filter((piece, n) => pieces.findIndex((other) => other.run === piece.run && other.text === piece.text) === n);
-  return { ...speech, kept: [...once, ...earlier].slice(0, PIECES_KEPT) };
+  return { ...speech, kept: [...pieces, ...earlier].slice(0, PIECES_KEPT) };
+}
+
+/** The results among these and before them the current piece, unless its answer waits to be said again as a whole. @param {Speech} speech @param {Piece[]} pieces */
+function unsaid({ current, last }, pieces) {
+  const results = pieces.filter((piece) => piece.kind === "result");
+  const piece = current?.piece;
+  const isWhole = results.some((other) => other.run === piece?.run && other.run === last[0]?.run && other.text === last[0].text);
+  return piece?.kind === "result" && !isWhole ? [piece, ...results] : results;
 }
 
 /** Say what was kept, after what leads to it. @param {Speech} speech @param {Piece[]} lead @param {number} at @returns {Speech} */
@@ -198,7 +203,7 @@ function finished(speech, at) {
   const isCut = piece.kind === "result" && current.talkedOver && current.voiced < SAID_PART * piece.text.length;
   if (!isCut) return free;
   const left = free.waiting.filter((other) => isPart(other, piece));
-  return keep({ ...free, waiting: free.waiting.filter((other) => !left.includes(other)) }, [piece, ...left]);
+  return keep({ ...free, waiting: free.waiting.filter((other) => !left.includes(other)) }, unsaid(speech, left));
 }
 
 /** @param {Speech} speech @param {Current} current @param {number} at */
