@@ -33,7 +33,8 @@
 //   9. No session is opened but by the user, for a renewal, or after a planned hang-up.
 //  10. What the user has asked for is handed over before the call ends.
 //  11. Words that answer a question that is closed become no run.
-//  12. A command becomes no run, whether the model hands it over or not.
+//  12. A command becomes no run, whether the model hands it over or not; nor does "stop" where
+//      nothing runs.
 
 import * as questions from "./questions.js";
 import * as runs from "./runs.js";

@@ -5,7 +5,7 @@
 import { askedAloud } from "./questions.js";
 import { titleOf } from "./runs.js";
 import * as speech from "./speech.js";
-import { isHeld, known, note, notify, questionChanged } from "./state.js";
+import { chain, doing, isHeld, known, note, notify, questionChanged } from "./state.js";
 import { commentary } from "./wire.js";
 
 /** @import { Effect, EventRule, Rule, State, Step } from "./state.js" */
@@ -53,9 +53,15 @@ export function sound(state, event) {
 
 /** Silence at once; the work goes on. @type {Rule} */
 export function stopSpeaking(state) {
-  const next = { ...state, silenced: true, speech: speech.hush(state.speech) };
-  const [told, effects] = note(next, "The user pressed 'Stop speaking': be quiet until they speak again.", null);
-  return [told, [{ do: "silence", on: true }, ...effects]];
+  const silent = { ...state, silenced: true, speech: speech.hush(state.speech) };
+  return chain(silent, doing({ do: "silence", on: true }), (s) => note(s, "The user pressed 'Stop speaking': be quiet until they speak again.", null));
+}
+
+/** The user said "stop" to the voice, which has mostly given way by now. What it began since is its answer to that. @type {Rule} */
+export function giveWay(state) {
+  const quiet = { ...state, speech: speech.hush(state.speech) };
+  const { sounding, soundAt, userAt } = state.speech;
+  return sounding && soundAt <= userAt ? [{ ...quiet, silenced: true }, [{ do: "silence", on: true }]] : [quiet, []];
 }
 
 /** Say the rest of what was cut off. @type {Rule} */

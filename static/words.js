@@ -17,7 +17,7 @@ import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
 import { answerable, assign, chain, each, keep, note, noteAll, openQuestion, say, settling } from "./state.js";
 import * as transcript from "./transcript.js";
-import { goOn, sayAgain } from "./voice.js";
+import { giveWay, goOn, sayAgain } from "./voice.js";
 
 /** @import { EventRule, Rule, State, Step } from "./state.js" */
 /** @typedef {(state: State, ids: string[]) => Step} Command   `ids`: the delegations that came with it */
@@ -135,7 +135,7 @@ function withoutWords(state, ids) {
   const acted = Math.max(state.actedAt, ...state.runs.map((run) => run.at));
   const asked = state.delegations.find((d) => d.id === ids[0])?.at ?? state.now;
   if (asked - acted < AGAIN_MS) return noteAll(done, "Nothing new was asked since the last answer.", ids);
-  return [say(done, "notice", ["Sorry, I did not catch what you want me to do. Could you say it again?"], ids[ids.length - 1], null), []];
+  return reply(done, "Sorry, I did not catch what you want me to do. Could you say it again?", ids);
 }
 
 /** Whether the user has said all there is for now. @param {State} state */
@@ -195,6 +195,7 @@ const COMMANDS = [
   [(state) => state.terms.hangUpPhrases, () => true, spokenHangUp],
   [(state) => state.stopPhrases, (state) => stoppable(state).length > 0, spokenStop],
   [(state) => state.repeatPhrases, mayAskAgain, spokenAskAgain],
+  [(state) => state.stopPhrases, (state) => state.runs.every((run) => run.result || run.stopAsked), spokenStopOfNothing],
   [(state) => state.goOnPhrases, (state) => isSince(state, state.speech.kept), spokenGoOn],
   [(state) => state.repeatPhrases, (state) => isSince(state, state.speech.last), spokenSayAgain],
 ];
@@ -233,6 +234,22 @@ function spokenStop(state, ids) {
     (s) => each(s, running, (next, run) => stopRun(next, { type: "stopRun", key: run.key })),
     (s) => [say(s, "notice", ["I am asking Hermes to stop."], ids[0] ?? null, key), []],
   );
+}
+
+/** No task runs, and none begins: whatever was said before and not handed over is taken back with it. @type {Command} */
+function spokenStopOfNothing(state, ids) {
+  const [handed] = transcript.hand(state.transcript, (_, line) => line.speaker === "user");
+  const next = assign({ ...state, transcript: handed, actedAt: state.now }, ids, "answered", null);
+  const { sounding, soundAt, userAt } = state.speech;
+  if (state.runs.some((run) => !run.result)) return noteAll(next, "Hermes has been asked to stop already.", ids);
+  // Then it is the voice that was to stop, or it has answered by itself.
+  if (sounding || userAt - soundAt < ECHO_MS) return chain(next, giveWay, (s) => noteAll(s, "No task is running. The user wants you to be quiet.", ids));
+  return reply(next, "Nothing is running.", ids);
+}
+
+/** One answer to all of these: said with the newest. @param {State} state @param {string} text @param {string[]} ids @returns {Step} */
+function reply(state, text, ids) {
+  return noteAll(say(state, "notice", [text], ids.at(-1) ?? null, null), text, ids.slice(0, -1));
 }
 
 /** @type {Command} */

@@ -413,7 +413,7 @@ class Walk {
       { type: "approval_closed", request_id: this.#openQuestion(run), reason: "answered" },
       { type: "done", finish_reason: this.#one(["stop", "failed", "cancelled"]), say: result, show: "" },
       { type: "done", finish_reason: "cancelled", superseded_by: "r_d1", say: [], show: "" },
-      { type: "done", finish_reason: "stop", say: result, show: "", continued_by: this.#one([`r_c${id}`, idOf(this.#one(this.#working.slice(-4)))]), continued: late },
+      { type: "done", finish_reason: "stop", say: result, show: "", continued_by: this.#one([`r_c${id}`, ...this.#working.slice(-4).map(idOf).filter((other) => other !== idOf(run))]), continued: late },
       { type: "steered" },
       { type: "error", code: "closing", message: "hermes-voice is restarting." },
       { type: "heartbeat" },
@@ -450,10 +450,11 @@ class Walk {
   }
 
   /** What the user asked to hear again is not said twice. */
-  #mayRepeat(event, before, { speech: { waiting, current }, actedAt }) {
+  #mayRepeat(event, before, { speech: { waiting, current }, actedAt, runs }) {
     if (!["goOn", "sayAgain"].includes(event.type) && actedAt === before.actedAt) return;
     const earlier = [...before.speech.kept, ...before.speech.last].map(({ text }) => text);
-    for (const { text } of current ? [...waiting, current.piece] : waiting) if (earlier.includes(text)) this.#said.delete(untitled(text));
+    const next = [...(current ? [...waiting, current.piece] : waiting).map(({ text }) => text), ...runs.flatMap((run) => (run.claim === "mine" ? run.owed : []))];
+    for (const text of earlier.filter((said) => next.some((told) => untitled(told) === untitled(said)))) this.#said.delete(untitled(text));
   }
 
   #check(effect) {
@@ -502,6 +503,8 @@ class Walk {
       assert.equal(this.#kept.get(`p_${line.key}`), transcript.textOf(line) || undefined);
     }
     if (this.watched.state.phase !== "live") return;
+    // Nothing is asked for again within one long wait.
+    this.play({ type: "configured", idleSeconds: 7200, stopPhrases: [], goOnPhrases: [], repeatPhrases: [], page: "p" });
     do {
       for (const key of this.#claims) this.play({ type: "claimed", key, mine: true });
       this.play({ wait: 1_000_000 });
@@ -1115,6 +1118,17 @@ describe("speech.js", () => {
   test("an answer that is to be said again, and is cut off meanwhile, is kept once", () => {
     const queue = new Queue().add(piece("result", "One."), piece("result", "Two."));
     queue.due(0);
+
+    const cut = speech.hush(speech.again(queue.speech, 100));
+
+    assert.deepEqual(cut.kept.map(({ text }) => text), ["One.", "Two."]);
+  });
+
+  test("so it is when its end was begun with what leads to it, in another session", () => {
+    const whole = [piece("result", "One."), piece("result", "Two.")];
+    const queue = new Queue().add(...whole);
+    queue.due(0);
+    queue.speech = { ...queue.speech, waiting: [], current: { ...queue.speech.current, piece: piece("result", "As to that: Two.") } };
 
     const cut = speech.hush(speech.again(queue.speech, 100));
 
