@@ -1,9 +1,8 @@
 // The DOM: `bind` hands clicks out, `render` shows a state. Nothing else touches the page.
 
-import { words as costOf } from "./meter.js";
 import { parse, toNodes } from "./markdown.js";
 import { isAsking } from "./state.js";
-import { statusOf } from "./status.js";
+import { costOf, statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
 
 /** @typedef {import("./state.js").State} State */
@@ -20,6 +19,7 @@ const light = find("light", HTMLElement);
 const statusWords = find("status-words", HTMLElement);
 const statusSeconds = find("status-seconds", HTMLElement);
 const meter = find("meter", HTMLElement);
+const meterWhat = find("meter-what", HTMLElement);
 const meterOurs = find("meter-ours", HTMLElement);
 const meterTheirs = find("meter-theirs", HTMLElement);
 const entry = find("entry", HTMLFormElement);
@@ -241,8 +241,9 @@ export function render(state) {
   const [words, seconds = ""] = statusOf(state).split(/(?=, \d+ s)/);
   show(statusWords, words);
   show(statusSeconds, seconds);
-  const cost = costOf(state.meter, state.terms.prices, state.now);
-  meter.hidden = !state.sessionId;
+  const cost = costOf(state);
+  meter.hidden = !cost.ours;
+  meterWhat.hidden = state.phase === "idle";
   show(meterOurs, cost.ours);
   show(meterTheirs, cost.theirs);
   light.dataset.phase = state.phase;
