@@ -115,6 +115,12 @@ function keep(speech, pieces) {
   return { ...speech, kept: [...pieces, ...earlier].slice(0, PIECES_KEPT) };
 }
 
+/** The results that nobody has heard any of: what waits, and what was sent but did not sound. @param {Speech} speech */
+export function unheard({ current, waiting }) {
+  const isSilent = current && !current.sounded && !current.voiced;
+  return [...(isSilent ? [current.piece] : []), ...waiting].filter((piece) => piece.kind === "result");
+}
+
 /** The results among these and before them the current piece, unless its answer waits to be said again as a whole. @param {Speech} speech @param {Piece[]} pieces */
 function unsaid({ current, last }, pieces) {
   const results = pieces.filter((piece) => piece.kind === "result");

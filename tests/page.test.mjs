@@ -438,6 +438,8 @@ class Walk {
     const effects = this.watched.play(event);
     const { state } = this.watched;
     this.#mayRepeat(event, before, state);
+    const { current } = before.speech;
+    if (current && !current.sounded && !current.voiced && (state.phase !== "live" || state.attempt !== before.attempt)) this.#said.delete(untitled(current.piece.text));
     if (state.phase !== "live" || state.attempt !== before.attempt) for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
     for (const effect of effects) this.#check(effect);
     if (state.phase !== "live") for (const set of [this.#owed, this.#told, this.#answering]) set.clear();
