@@ -15,6 +15,7 @@ import * as transcript from "./transcript.js";
 const LATE_MS = 10000; // after a question closed, words may still be meant for it
 const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
+const SOON_MS = 500; // after a question came, a click or a key was on its way to something else
 
 // ---- asking
 
@@ -83,11 +84,21 @@ export function requeued(run) {
 
 // ---- answering
 
+/** Whether a hand can have meant a question, and not what was there before it. @param {Question} question @param {number} at */
+function isSeen(question, at) {
+  return at - question.at >= SOON_MS;
+}
+
+/** Whether a click may answer it. @param {Question} question @param {number} at */
+export function mayClick(question, at) {
+  return question.stage !== "answering" && isSeen(question, at);
+}
+
 /** A click on a question's card. @type {EventRule} */
 export function approve(state, event) {
   const run = state.runs.find((r) => r.key === event.key);
-  const open = run?.question && ["queued", "asked"].includes(run.question.stage);
-  if (!run || !open || run.question?.requestId !== event.requestId) return [state, []];
+  if (!run?.question || run.question.stage === "closed" || run.question.requestId !== event.requestId) return [state, []];
+  if (!mayClick(run.question, state.now)) return [state, []];
   return answer(state, run, { choice: event.choice });
 }
 
@@ -99,8 +110,10 @@ export function answer(state, run, said) {
 
 /** While a question is open, a typed message answers it or comes back to be kept. @param {State} state @param {Run} run @param {string} text @returns {Step} */
 export function typedAnswer(state, run, text) {
-  if (run.question?.stage !== "answering") return answer(state, run, { heard: text, typed: text });
-  return [notify(state, "info", "Your answer is on its way to Hermes. Send this after it."), [{ do: "draft", text }]];
+  const seen = run.question && isSeen(run.question, state.now);
+  if (seen && run.question?.stage !== "answering") return answer(state, run, { heard: text, typed: text });
+  const why = seen ? "Your answer is on its way to Hermes. Send this after it." : "Hermes has just asked something. Send this again if it is the answer.";
+  return [notify(state, "info", why), [{ do: "draft", text }]];
 }
 
 /** What became of an answer: `choice` (null: not clear), or `message` if it failed. @type {EventRule} */

@@ -1,6 +1,7 @@
 // The DOM: `bind` hands clicks out, `render` shows a state. Nothing else touches the page.
 
 import { parse, toNodes } from "./markdown.js";
+import { mayClick } from "./questions.js";
 import { isAsking } from "./state.js";
 import { costOf, statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
@@ -355,6 +356,7 @@ function visible(run, state) {
       ...question,
       open: question.stage !== "closed",
       busy: question.stage === "answering",
+      mayClick: mayClick(question, state.now),
       left: Math.max(0, Math.ceil((question.until - state.now) / 1000)),
       stage: "",
     },
@@ -449,7 +451,7 @@ function drawOpenQuestion(element, { key, question }) {
     buttons.append(...offered.map((choice) => choiceButton(key, question.requestId, choice)));
     element.replaceChildren(...questionWords(question), buttons, make("p", "left", ""));
   }
-  for (const button of element.querySelectorAll("button")) button.disabled = question.busy;
+  for (const button of element.querySelectorAll("button")) button.disabled = !question.mayClick;
   const left = /** @type {HTMLElement} */ (element.lastElementChild);
   show(left, question.busy ? "Passing your answer on…" : `${question.left} s left. ${question.note}`);
 }
