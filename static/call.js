@@ -12,12 +12,13 @@
 //     renewal     the next session is being opened     its start, or the end of this -> connecting
 //   closing     session.close sent, or the page left   closed, or 5 s, or it is back -> idle
 //
-// What happens then is told in five rooms, each with the states of its own at its door:
+// What happens then is told in six rooms, each with the states of its own at its door:
 //
 //   session.js    the session's life: opened, renewed, asleep, ended
 //   words.js      what the user says: a request, an answer, or a command
 //   runs.js       what Hermes works on, and its answer, told once
 //   questions.js  what Hermes asks before it goes on
+//   late.js       words that may be an answer too late
 //   voice.js      what the voice is given to say, and when
 //
 // What must stay true:
@@ -36,6 +37,7 @@
 //  12. A command becomes no run, whether the model hands it over or not; nor does "stop" where
 //      nothing runs.
 
+import { answeredLate } from "./late.js";
 import * as questions from "./questions.js";
 import * as runs from "./runs.js";
 import * as session from "./session.js";
@@ -67,7 +69,7 @@ const ALWAYS = {
   stopRun: runs.stopRun,
   refused: runs.refused,
   approve: questions.approve,
-  answered: questions.answered,
+  answered: (state, e) => (e.late ? answeredLate : questions.answered)(state, e),
   notice: (state, e) => [notify(state, e.level, e.text), []],
   tick,
 };

@@ -91,13 +91,24 @@ export function isUsedUp(meter, at) {
  */
 export function words(meter, prices, at) {
   const { activeMs, standbyMs } = upTo(meter, at);
-  const price = (activeMs * prices.active + standbyMs * prices.standby) / 60000;
-  const unit = /\p{L}$/u.test(prices.currency) ? `${prices.currency} ` : prices.currency;
   const theirs = countOf(meter);
   return {
-    ours: `${spent(activeMs + standbyMs, standbyMs)} · ${unit}${price.toFixed(2)}`,
+    ours: `${spent(activeMs + standbyMs, standbyMs)} · ${price(activeMs, standbyMs, prices)}`,
     theirs: theirs.seconds ? ` · OpenAI: ${spent(theirs.seconds * 1000, theirs.paused * 1000)}` : "",
   };
+}
+
+/** What a call that is over took, in words; empty if it took nothing. @param {Meter} meter @param {Prices} prices */
+export function bill({ activeMs, standbyMs }, prices) {
+  const seconds = Math.round((activeMs + standbyMs) / 1000);
+  const time = seconds < 60 ? `${seconds} s` : `${Math.round(seconds / 60)} min`;
+  return seconds ? `${time}, about ${price(activeMs, standbyMs, prices)}` : "";
+}
+
+/** @param {number} activeMs @param {number} standbyMs @param {Prices} prices */
+function price(activeMs, standbyMs, { active, standby, currency }) {
+  const unit = /\p{L}$/u.test(currency) ? `${currency} ` : currency;
+  return `${unit}${((activeMs * active + standbyMs * standby) / 60000).toFixed(2)}`;
 }
 
 /** @param {number} ms @param {number} pausedMs so many of them */

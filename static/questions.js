@@ -1,21 +1,17 @@
 // The questions that Hermes asks before it does something: asked aloud, answered, closed. Pure.
 //
 //   question    queued -> asked (its append is placed) -> answering -> closed; one at a time
-//   late words  after a question closed -> the server says whether they answer one -> told as
-//               late, or a request after all
 //
 // Which words are an answer is for words.js to say; what an answer means, for the server.
 
 import { mayRemind, questionWords, remindersDue, reminderWords } from "./asking.js";
 import { assign, chain, changed, delegationOf, doing, mayAnswer, note, noteAll, notify, openQuestion, questionChanged, say, unsay } from "./state.js";
-import * as transcript from "./transcript.js";
 
 /** @import { EventRule, Question, Rule, Run, State, Step } from "./state.js" */
 
 const KNOWN_CHARS = 20; // of a question, until anyone can know what it is
-const LATE_MS = 10000; // after a question closed, words may still be meant for it
-const LATE_CHARS = 100; // the server takes no longer answer
 const ASK_MOST = 3; // times one question is asked aloud
+const SOON_MS = 500; // after a question came, a click or a key was on its way to something else
 
 // ---- asking
 
@@ -93,11 +89,21 @@ export function requeued(run) {
 
 // ---- answering
 
+/** Whether a hand can have meant a question, and not what was there before it. @param {Question} question @param {number} at */
+function isSeen(question, at) {
+  return at - question.at >= SOON_MS;
+}
+
+/** Whether a click may answer it. @param {Question} question @param {number} at */
+export function mayClick(question, at) {
+  return question.stage !== "answering" && isSeen(question, at);
+}
+
 /** A click on a question's card. @type {EventRule} */
 export function approve(state, event) {
   const run = state.runs.find((r) => r.key === event.key);
-  const open = run?.question && ["queued", "asked"].includes(run.question.stage);
-  if (!run || !open || run.question?.requestId !== event.requestId) return [state, []];
+  if (!run?.question || run.question.stage === "closed" || run.question.requestId !== event.requestId) return [state, []];
+  if (!mayClick(run.question, state.now)) return [state, []];
   return answer(state, run, { choice: event.choice });
 }
 
@@ -109,13 +115,14 @@ export function answer(state, run, said) {
 
 /** While a question is open, a typed message answers it or comes back to be kept. @param {State} state @param {Run} run @param {string} text @returns {Step} */
 export function typedAnswer(state, run, text) {
-  if (run.question?.stage !== "answering") return answer(state, run, { heard: text, typed: text });
-  return [notify(state, "info", "Your answer is on its way to Hermes. Send this after it."), [{ do: "draft", text }]];
+  const seen = run.question && isSeen(run.question, state.now);
+  if (seen && run.question?.stage !== "answering") return answer(state, run, { heard: text, typed: text });
+  const why = seen ? "Your answer is on its way to Hermes. Send this after it." : "Hermes has just asked something. Send this again if it is the answer.";
+  return [notify(state, "info", why), [{ do: "draft", text }]];
 }
 
 /** What became of an answer: `choice` (null: not clear), or `message` if it failed. @type {EventRule} */
 export function answered(state, event) {
-  if (event.late) return answeredLate(state, event);
   const run = state.runs.find((r) => r.key === event.key);
   const question = run?.question;
   if (!run || !question || question.requestId !== event.requestId) return [state, []];
@@ -168,43 +175,4 @@ export function closedWithRun(question, at) {
 export function releaseCaptured(state) {
   const captured = state.delegations.filter((d) => d.state === "captured").map((d) => d.id);
   return noteAll(assign(state, captured, "answered", null), "The user's words were about Hermes's question.", captured);
-}
-
-// ---- too late
-
-/** Words that came soon after a question closed may be meant for it: the server knows. @param {State} state @param {string[]} ids @returns {Step | null} */
-export function lateAnswer(state, ids) {
-  const heard = transcript.newestWords(state.transcript, state.attempt);
-  const { userAt } = state.speech;
-  const run = state.runs.findLast(({ runId, question: q }) => runId && q?.stage === "closed" && userAt >= q.at && userAt - q.closedAt < LATE_MS);
-  if (!run?.question || !heard || heard.length > LATE_CHARS || state.late || !state.voiceApprovals) return null;
-  const newest = transcript.newest(state.transcript, state.attempt);
-  const [handed, batch] = transcript.hand(state.transcript, (f) => newest.includes(f));
-  const { requestId } = run.question;
-  const next = { ...assign(state, ids, "captured", null), transcript: handed, late: { key: run.key, requestId, batch, ids } };
-  return [next, [{ do: "approve", key: run.key, runId: run.runId, requestId, heard, late: true }]];
-}
-
-const TOO_LATE = "That answer came too late: the question had run out of time, so Hermes did not do it. Ask for it again if you still want it.";
-
-/** @type {EventRule} */
-function answeredLate(state, event) {
-  const late = state.late;
-  if (!late || late.requestId !== event.requestId) return [state, []];
-  const isAnswer = event.code === "too_late" || event.choice;
-  const outcome = state.runs.find((r) => r.key === late.key)?.question?.outcome;
-  // Once looked at, words after this question are what they are.
-  const over = questionChanged({ ...state, late: null, actedAt: state.now }, late.key, { closedAt: -1e9 });
-  if (!isAnswer) {
-    const unasked = { ...over, transcript: transcript.takeBack(over.transcript, [late.batch]) };
-    return [assign(unasked, late.ids, "settling", null), []];
-  }
-  const released = assign(over, late.ids, "answered", null);
-  if (outcome === "timeout") {
-    const fresh = unsay(released, (piece) => piece.kind === "notice" && piece.run === late.key);
-    const last = late.ids.at(-1) ?? null;
-    return noteAll(say(fresh, "notice", [TOO_LATE], last, late.key), "The user's answer came too late.", late.ids.slice(0, -1));
-  }
-  const told = outcome === "run_ended" ? "That answer came too late: the task has ended." : "Hermes's question was already answered.";
-  return noteAll(notify(released, "info", told), told, late.ids);
 }

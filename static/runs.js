@@ -239,10 +239,10 @@ function tell(state, run) {
   return say(told, "result", pieces, delegationOf(state, run.key), run.key);
 }
 
-/** What was not said of a result is told in the next session. @param {Run} run @param {import("./speech.js").Speech} queue @returns {Run} */
+/** What was not heard of a result is told in the next session. @param {Run} run @param {import("./speech.js").Speech} queue @returns {Run} */
 export function untold(run, queue) {
   const waiting = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key);
-  // It may wait behind what leads to it, or as a half.
+  // It may stand behind what leads to it, or as a half.
   const left = run.owed.filter((text) => waiting.some((piece) => piece.text.endsWith(text) || text.endsWith(piece.text)));
   return left.length ? { ...run, claim: "mine", owed: left } : run;
 }

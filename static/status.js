@@ -1,5 +1,6 @@
-// Why it is quiet, in words for the status line. Pure.
+// Why it is quiet, and what the call costs, in words for the screen. Pure.
 
+import * as meter from "./meter.js";
 import { openQuestion, settling } from "./state.js";
 
 /** @import { Run, State } from "./state.js" */
@@ -30,6 +31,13 @@ function pausedWords(state) {
   if (openQuestion(state)) return `Paused, and Hermes is waiting for your approval: answer here, or ${doing}`;
   const waits = state.speech.waiting.some((piece) => piece.kind === "result") || state.runs.some((run) => ["asked", "mine"].includes(run.claim));
   return waits ? `Paused, and there is an answer: ${doing} to hear it` : `Paused to save money: ${doing} to go on`;
+}
+
+/** What the call costs so far or, until the next one, what it has cost. Where nothing is billed there are no words. @param {State} state */
+export function costOf(state) {
+  if (state.sessionId) return meter.words(state.meter, state.terms.prices, state.now);
+  const bill = state.phase === "idle" && state.call ? meter.bill(state.meter, state.terms.prices) : "";
+  return { ours: bill && `Call ended: ${bill}`, theirs: "" };
 }
 
 /** What a run is at. @param {Run} run @param {number} seconds so far */

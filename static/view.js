@@ -1,9 +1,9 @@
 // The DOM: `bind` hands clicks out, `render` shows a state. Nothing else touches the page.
 
-import { words as costOf } from "./meter.js";
 import { parse, toNodes } from "./markdown.js";
+import { mayClick } from "./questions.js";
 import { isAsking } from "./state.js";
-import { statusOf } from "./status.js";
+import { costOf, statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
 
 /** @typedef {import("./state.js").State} State */
@@ -20,6 +20,7 @@ const light = find("light", HTMLElement);
 const statusWords = find("status-words", HTMLElement);
 const statusSeconds = find("status-seconds", HTMLElement);
 const meter = find("meter", HTMLElement);
+const meterWhat = find("meter-what", HTMLElement);
 const meterOurs = find("meter-ours", HTMLElement);
 const meterTheirs = find("meter-theirs", HTMLElement);
 const entry = find("entry", HTMLFormElement);
@@ -242,8 +243,9 @@ export function render(state) {
   const [words, seconds = ""] = statusOf(state).split(/(?=, \d+ s)/);
   show(statusWords, words);
   show(statusSeconds, seconds);
-  const cost = costOf(state.meter, state.terms.prices, state.now);
-  meter.hidden = !state.sessionId;
+  const cost = costOf(state);
+  meter.hidden = !cost.ours;
+  meterWhat.hidden = state.phase === "idle";
   show(meterOurs, cost.ours);
   show(meterTheirs, cost.theirs);
   light.dataset.phase = state.phase;
@@ -355,6 +357,7 @@ function visible(run, state) {
       ...question,
       open: question.stage !== "closed",
       busy: question.stage === "answering",
+      mayClick: mayClick(question, state.now),
       left: Math.max(0, Math.ceil((question.until - state.now) / 1000)),
       stage: "",
     },
@@ -450,7 +453,7 @@ function drawOpenQuestion(element, { key, question }) {
     // First, where a small screen does not cut it off.
     element.replaceChildren(make("p", "left", ""), ...questionWords(question), buttons);
   }
-  for (const button of element.querySelectorAll("button")) button.disabled = question.busy;
+  for (const button of element.querySelectorAll("button")) button.disabled = !question.mayClick;
   const left = /** @type {HTMLElement} */ (element.firstElementChild);
   show(left, question.busy ? "Passing your answer on…" : `${question.left} s left. ${question.note}`);
 }

@@ -3,14 +3,15 @@
 //   delegation  settling -> sent, captured (it answers a question) -> answered
 //   command     all of the user's newest words, and then it is what the table says -> obeyed
 //   answer      an utterance that began after the voice began to ask, once it is quiet
-//   late        words soon after a question closed: questions.js asks the server
+//   late        words soon after a question closed: late.js asks the server
 //   request     everything else that the model hands over, once it is complete
 //   tail        words that go on with a request that was handed over in mid-sentence
 //
 // Words that nobody handed over stay, and go along with the next request.
 
+import { lateAnswer } from "./late.js";
 import { isOneOf } from "./phrases.js";
-import { answer, ask, beginToAsk, lateAnswer, typedAnswer } from "./questions.js";
+import { answer, ask, beginToAsk, typedAnswer } from "./questions.js";
 import { delegate, stopRun } from "./runs.js";
 import { close } from "./session.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";

@@ -11,8 +11,8 @@
 //   effects  as `step` gives them, but what goes to the voice model is shown as {"do": "say"
 //            or "think", "text", "delegation"} or {"do": "send", "type"}. That lines are
 //            kept is shown in a trace with "keeps": true.
-//   state    what must be so after it, a part of the state; `status` is the status line,
-//            `pending` what Hermes has not been given yet, `waiting` what waits to be said.
+//   state    what must be so after it, a part of the state; `status` is the status line, `cost`
+//            what the screen says of the price, `pending` what Hermes has not been given yet, `waiting` what waits to be said.
 //
 // A `*` in an expected text stands for any text.
 
@@ -27,7 +27,7 @@ import * as meter from "../static/meter.js";
 import { isOneOf } from "../static/phrases.js";
 import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
-import { statusOf } from "../static/status.js";
+import { costOf, statusOf } from "../static/status.js";
 import * as transcript from "../static/transcript.js";
 import * as watch from "../static/watch.js";
 import * as wire from "../static/wire.js";
@@ -132,6 +132,7 @@ function seen(state) {
   return {
     ...state,
     status: statusOf(state),
+    cost: costOf(state).ours,
     pending: transcript.pending(state.transcript).map((line) => line.text),
     waiting: state.speech.waiting.map((piece) => piece.text),
   };
@@ -548,6 +549,12 @@ describe("the meter", () => {
 
     assert.deepEqual(meter.words(second, prices, 120_000), { ours: "1:30 · $0.07", theirs: " · OpenAI: 1:23 (0:05 paused)" });
     assert.deepEqual(meter.words(after(30, after(30)), prices, 900_000), { ours: "1:00 · $0.05", theirs: "" });
+  });
+
+  test("a call that is over has its time and its price, one that never began has none", () => {
+    assert.equal(meter.bill(after(720), prices), "12 min, about $0.60");
+    assert.equal(meter.bill(after(59), { ...prices, currency: "EUR" }), "59 s, about EUR 0.05");
+    assert.equal(meter.bill(meter.NOTHING, prices), "");
   });
 
   test("a currency of letters stands apart, and hours are minutes", () => {

@@ -74,7 +74,7 @@ def test_an_answer_that_comes_while_the_session_sleeps_is_shown_at_once_and_said
         assert said(line).count("The build is green.") == 1
 
 
-def test_the_meter_shows_time_and_price_and_what_openai_counts(browser):
+def test_the_meter_shows_time_and_price_and_what_openai_counts_and_in_the_end_what_it_was(browser):
     with Line(browser, answering("Yes."), usage_interval=0.5) as line:
         expect(line.page.locator("#meter")).to_be_hidden()
         session = line.start()
@@ -84,6 +84,14 @@ def test_the_meter_shows_time_and_price_and_what_openai_counts(browser):
         expect(meter).to_contain_text(re.compile(r"OpenAI: 0:\d\d"))
         session.pause()
         expect(meter).to_contain_text(" paused)")
+
+        line.page.set_viewport_size({"width": 320, "height": 640})
+        line.button("Hang up").click()
+        expect(meter).to_contain_text("Call ended: ")
+        expect(meter).to_contain_text(" s, about $0.0")
+        assert line.page.evaluate("document.documentElement.scrollWidth") <= 320
+        line.start()
+        expect(meter).not_to_contain_text("ended")
 
 
 def test_a_session_is_renewed_before_its_end_and_the_call_goes_on(browser):
