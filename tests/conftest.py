@@ -23,7 +23,7 @@ IN_CI = os.environ.get("CI") == "true"
 # With plain pytest, tests whose packages the machine does not have are left out.
 PACKAGES = {
     "test_browser.py": ("playwright", "aiortc", "aiohttp"),
-    "test_check.py": ("aiortc", "aiohttp"),
+    "test_check.py": ("aiortc", "aiohttp", "cryptography"),
     "test_config.py": ("hypothesis",),
     "test_core.py": ("hypothesis",),
     "test_demo.py": ("playwright",),
