@@ -517,7 +517,7 @@ def hermes_home(environ: Mapping[str, str]) -> Path:
 def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[str, str]) -> str:
     """A secret from where it lies: the flag's file, systemd's credential, Hermes's .env."""
     flag, credential = f"--{name}-file", Path(environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name
-    if path or credential.exists():
+    if path or os.path.exists(credential):  # Path.exists raises where the folder may not be read
         return read_secret(path or credential, flag)
     if not variable:
         return ""
@@ -585,6 +585,7 @@ def check_url(url: str, flag: str, example: str = DEFAULT_HERMES_URL) -> list[st
     try:
         parts = urllib.parse.urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        usable = usable and url.isprintable() and " " not in url  # http.client would refuse each call
     except ValueError:
         usable = False
     if not usable:

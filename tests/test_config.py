@@ -546,7 +546,19 @@ def test_good_urls_have_no_problem(url):
 
 @pytest.mark.parametrize(
     "url",
-    ["", "127.0.0.1:8642", "localhost", "ftp://a.org", "http://", "http://:80", "http://a:0", "http://a:x"],
+    [
+        *(
+            "",
+            "127.0.0.1:8642",
+            "localhost",
+            "ftp://a.org",
+            "http://",
+            "http://:80",
+            "http://a:0",
+            "http://a:x",
+        ),
+        *("http://a b:80", "http://a:80/v 1", "http://a\x7f", "http://a\u200b/"),
+    ],
 )
 def test_a_bad_url_gives_an_example(url):
     assert check_url(url, "--hermes-url") == [
