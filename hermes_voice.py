@@ -2499,6 +2499,7 @@ class Waits:
     start: tuple[float, ...] = (0.5, 1, 2, 4)  # where Hermes names none; it is tried once more
     start_most: float = 15
     steer: float = 5  # for a run that Hermes was sent to be accepted
+    hang_up: tuple[float, ...] = (2, 10, 60)  # until a session that could not be ended is tried again
 
 
 @dataclass(frozen=True)
@@ -2707,19 +2708,37 @@ def post_session_close(app: App, request: Request) -> Reply:
 
 
 def hang_up(app: App, session_id: str) -> None:
-    """End a session; that it cannot be ended is logged, nobody waits for it."""
+    """End a session. One that cannot be ended is tried again, and nobody waits for that."""
     with app.changed:
         if app.live_session == session_id:
             app.live_session = ""
-    was_open = True
+    was_open = end_session(app, session_id)
+    with app.changed:
+        note_session(app, session_id, was_open is not False, ended=True)
+        app.changed.notify_all()
+    if was_open is None:
+        in_background(hang_up_again, app, session_id)
+
+
+def end_session(app: App, session_id: str) -> bool | None:
+    """End a session at OpenAI. Return whether it was open, None if that failed, which is logged."""
     try:
         was_open = voice_service(app).hang_up(session_id)
-        log_event("session.closed", session=session_id)
     except UpstreamError as error:
         log_event("session.unclosed", logging.WARNING, session=session_id, detail=error.detail)
-    with app.changed:
-        note_session(app, session_id, was_open, ended=True)
-        app.changed.notify_all()
+        return None
+    log_event("session.closed", session=session_id)
+    return was_open
+
+
+def hang_up_again(app: App, session_id: str) -> None:
+    """Try again to end a session, which may cost until then."""
+    for wait in app.waits.hang_up:
+        with app.changed:
+            if app.changed.wait_for(lambda: app.closing, wait):
+                return
+        if end_session(app, session_id) is not None:
+            return
 
 
 def post_session_meter(app: App, request: Request) -> Reply:

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from bench import TIMEOUT
+from bench import SOON, TIMEOUT
 from scripted_hermes import CLOSED, reply
 
 import hermes_voice
@@ -246,6 +246,18 @@ def test_a_close_settles_the_meter_whatever_openai_says(call, answer):
     b.close_call("live_1")
 
     assert (b.session("live_1").ended, b.session("live_1").seconds()) == (True, 100)
+
+
+def test_a_session_that_cannot_be_ended_is_tried_again(call, caplog):
+    b = call(hang_up=(SOON,) * 2)
+    hang_ups(b, reply(500), CLOSED, reply(200))
+    b.start_call()
+
+    b.close_call("live_1")
+
+    b.openai.wait_for(*HANGUPS, 3)
+    assert hung_up(b) == ["live_1"] * 3
+    assert caplog.text.count("session.unclosed session=live_1") == 2
 
 
 def test_a_session_that_was_ended_from_here_takes_the_vendors_figure_and_no_more_time(call):
