@@ -16,7 +16,7 @@ import { delegate, stopRun } from "./runs.js";
 import { close } from "./session.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
-import { answerable, assign, chain, each, keep, note, noteAll, openQuestion, say, settling } from "./state.js";
+import { answerable, assign, chain, changed, each, keep, note, noteAll, openQuestion, say, settling } from "./state.js";
 import * as transcript from "./transcript.js";
 import { giveWay, goOn, sayAgain } from "./voice.js";
 
@@ -232,7 +232,7 @@ function spokenStop(state, ids) {
   const key = running[running.length - 1].key;
   return chain(
     commanded(state, ids, key),
-    (s) => each(s, running, (next, run) => stopRun(next, { type: "stopRun", key: run.key })),
+    (s) => each(s, running, (next, run) => stopRun(changed(next, run.key, (r) => ({ ...r, stopSaid: true })), { type: "stopRun", key: run.key })),
     (s) => [say(s, "notice", ["I am asking Hermes to stop."], ids[0] ?? null, key), []],
   );
 }
