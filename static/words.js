@@ -16,7 +16,7 @@ import { delegate, stopRun } from "./runs.js";
 import { close } from "./session.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
-import { answerable, assign, chain, changed, each, keep, note, noteAll, openQuestion, say, settling } from "./state.js";
+import { answerable, assign, chain, changed, each, keep, note, noteAll, notify, openQuestion, say, settling } from "./state.js";
 import * as transcript from "./transcript.js";
 import { giveWay, goOn, sayAgain } from "./voice.js";
 
@@ -57,6 +57,7 @@ export function delegated(state, event) {
 
 /** A typed message takes the same way as a spoken one. @type {EventRule} */
 export function typed(state, event) {
+  if (isOneOf(event.text, state.stopPhrases)) return typedStop(state, event.text);
   const asking = answerable(state);
   if (asking) return typedAnswer(state, asking, event.text);
   const added = transcript.addTyped(state.transcript, event.text, state.attempt, state.now);
@@ -67,6 +68,16 @@ export function typed(state, event) {
     (s) => note(s, `The user typed: ${event.text}`, null),
     (s) => delegate(s, `typed_${event.id}`, ids),
   );
+}
+
+/** @param {State} state @param {string} text @returns {Step} */
+function typedStop(state, text) {
+  const added = transcript.addTyped(state.transcript, text, state.attempt, state.now);
+  const [handed] = transcript.hand(added, (_, line) => line === added.lines.at(-1));
+  const next = { ...state, transcript: handed, heardAt: state.now, linesAt: state.now };
+  const left = state.runs.filter((run) => !run.result);
+  if (!left.length) return [notify(next, "info", "Nothing is running."), []];
+  return each(next, left.filter((run) => !run.stopAsked), (s, { key }) => stopRun(s, { type: "stopRun", key }));
 }
 
 // ---- they are complete
