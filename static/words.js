@@ -119,7 +119,8 @@ function isWaiting(state) {
 export function handOver(state) {
   const left = capture(state);
   const ids = settling(left).map((d) => d.id);
-  if (!ids.length || !transcript.isAsking(left.transcript)) return [left, []];
+  if (!ids.length) return tail(left);
+  if (!transcript.isAsking(left.transcript)) return [left, []];
   const command = spokenCommand(left);
   if (command === spokenHangUp) return [commanded(left, ids, null), []];
   return command ? command(left, ids) : delegate(left, ids[0], ids);
@@ -133,7 +134,12 @@ export function handOverAll(state) {
 
 /** Late words that go on with what was handed over in mid-sentence are handed over too. @type {Rule} */
 export function handTail(state) {
-  if (settling(state).length || !isQuiet(state) || answerable(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
+  return settling(state).length || !isQuiet(state) ? [state, []] : tail(state);
+}
+
+/** @type {Rule} */
+function tail(state) {
+  if (answerable(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
   return delegate({ ...state, counter: state.counter + 1 }, `tail_${state.attempt}_${state.counter}`, []);
 }
 
