@@ -207,6 +207,7 @@ def test_stop_speaking_silences_the_voice_and_not_the_work(browser):
         session.user_says("Do it.", delegate=True)
         expect(line.card).to_contain_text("Working")
         session.assistant_says("A very long story. " * 20, wait=False)
+        line.live.wait_for(lambda: "story" in session.spoken[-1].said)
 
         line.button("Stop speaking").click()
 
