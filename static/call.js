@@ -5,12 +5,14 @@
 // app.js carries out; their results come back as events.
 //
 //   phase       means                                  left by
-//   idle        no session                             dial -> connecting
-//   connecting  microphone, offer, answer under way    started -> live; failed, hangUp -> idle
-//   live        session.started came                   hangUp, idle -> closing; lost -> idle
+//   idle        no session                             dial, a planned call -> connecting
+//   connecting  microphone, offer, answer under way    started -> live; hangUp, 25 s, and whatever
+//                                                      fails -> idle
+//   live        session.started came                   hangUp, left, and in time -> closing; lost,
+//                                                      closed, 8 s without a line -> idle
 //     asleep      paused by the service                resumed
 //     renewal     the next session is being opened     its start, or the end of this -> connecting
-//   closing     session.close sent, or the page left   closed, or 5 s, or it is back -> idle
+//   closing     session.close sent, or the page left   closed, lost, 5 s, returned -> idle
 //
 // What happens then is told in six rooms, each with the states of its own at its door:
 //
@@ -27,8 +29,10 @@
 //   2. Every delegation gets one answer, with its own id, on the connection that made it.
 //   3. A word is handed over once; words whose run never began count as not handed over.
 //   4. Runs outlive sessions: an update is a rule in every phase.
-//   5. A spoken answer to a question is an utterance that began after the voice began to ask.
-//   6. A result is told by one page only: the one whose claim came first.
+//   5. A spoken answer to a question is an utterance that began after the voice began to ask,
+//      all of it; a click or a key that was on its way when it came is none.
+//   6. A result is told by one page only: the one whose claim came first. Sent is not spoken:
+//      what was not heard of it is told in the next session.
 //   7. A session that connects after the user hung up is closed, not ignored.
 //   8. To a line that is asleep, or about to be replaced, only mute and close are sent.
 //   9. No session is opened but by the user, for a renewal, or after a planned hang-up.
@@ -56,7 +60,7 @@ const ALWAYS = {
   set: (state, e) => [{ ...state, progress: e.progress ?? state.progress }, []],
   agreed: (state, e) => [{ ...state, terms: e.terms }, []],
   recalled: words.recalled,
-  leave: (state) => chain(state, whileLive(words.handOverAll), keep),
+  leave: (state) => chain(state, whileLive(words.handOverAll), keep), // for another conversation
   left: (state) => chain(state, whileLive(words.handOverAll), keep, session.leave),
   returned: session.comeBack,
   notKept: words.notKept,

@@ -50,7 +50,7 @@ function withRuns(state, runs) {
 function newRun(state, key, runId, request) {
   return {
     key, runId, request, about: request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
-    result: null, seq: 0, since: state.now, stopAsked: false, retries: 0, following: true, followAt: 0, noted: "",
+    result: null, seq: 0, since: state.now, stopAsked: false, stopSaid: false, retries: 0, following: true, followAt: 0, noted: "",
     notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
   };
 }
@@ -287,13 +287,14 @@ export function stopRun(state, event) {
   return [quiet, run.runId ? [{ do: "stop", key: run.key, runId: run.runId }] : []];
 }
 
-/** The server refused something the user did. @type {EventRule} */
+/** The server refused something the user did. A stop that was said is told of aloud. @type {EventRule} */
 export function refused(state, event) {
+  const run = state.runs.find((r) => r.key === event.key);
   const told = notify(state, "error", event.message);
-  const next = changed(told, event.key ?? null, (r) => ({ ...r, stopAsked: false, state: r.result ? r.state : "running" }));
+  const next = changed(told, run?.key ?? null, (r) => ({ ...r, stopAsked: false, stopSaid: false, state: r.result ? r.state : "running" }));
+  const said = run?.stopSaid ? say(next, "notice", [`The task was not stopped. ${event.message}`], delegationOf(state, run.key), run.key) : next;
   // A question that the stop kept back is asked after all.
-  const question = next.runs.find((r) => r.key === event.key)?.question;
-  return question?.stage === "queued" && !question.sentAs ? ask(next, event.key, "") : [next, []];
+  return run?.question?.stage === "queued" && !run.question.sentAs ? ask(said, run.key, "") : [said, []];
 }
 
 // ---- while it works

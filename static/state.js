@@ -27,11 +27,12 @@ import { thinking } from "./wire.js";
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
  *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
- *   stopAsked: boolean, retries: number, following: boolean, followAt: number,
+ *   stopAsked: boolean, stopSaid: boolean, retries: number, following: boolean, followAt: number,
  *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
  *   owed: string[], claim: "" | "due" | "asked" | "mine" | "told", claimAt: number}} Run
  *   `about` is the request it began with, `request` the newest that it answers.
  *   `owed` is what is to be said of its end, `attempt` the call in which it was asked.
+ *   `stopSaid`: the user asked for the stop aloud.
  *   `lines` are kept until the server has named the run, `batches` of words until Hermes
  *   has taken it.
  * @typedef {{id: string, attempt: number, at: number, placeMs: number | null, state: "settling" | "captured" | "sent" | "answered",

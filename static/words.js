@@ -16,7 +16,7 @@ import { delegate, stopRun } from "./runs.js";
 import { close } from "./session.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
-import { answerable, assign, chain, each, keep, note, noteAll, openQuestion, say, settling } from "./state.js";
+import { answerable, assign, chain, changed, each, keep, note, noteAll, notify, openQuestion, say, settling } from "./state.js";
 import * as transcript from "./transcript.js";
 import { giveWay, goOn, sayAgain } from "./voice.js";
 
@@ -57,6 +57,7 @@ export function delegated(state, event) {
 
 /** A typed message takes the same way as a spoken one. @type {EventRule} */
 export function typed(state, event) {
+  if (isOneOf(event.text, state.stopPhrases)) return typedStop(state, event.text);
   const asking = answerable(state);
   if (asking) return typedAnswer(state, asking, event.text);
   const added = transcript.addTyped(state.transcript, event.text, state.attempt, state.now);
@@ -67,6 +68,16 @@ export function typed(state, event) {
     (s) => note(s, `The user typed: ${event.text}`, null),
     (s) => delegate(s, `typed_${event.id}`, ids),
   );
+}
+
+/** @param {State} state @param {string} text @returns {Step} */
+function typedStop(state, text) {
+  const added = transcript.addTyped(state.transcript, text, state.attempt, state.now);
+  const [handed] = transcript.hand(added, (_, line) => line === added.lines.at(-1));
+  const next = { ...state, transcript: handed, heardAt: state.now, linesAt: state.now };
+  const left = state.runs.filter((run) => !run.result);
+  if (!left.length) return [notify(next, "info", "Nothing is running."), []];
+  return each(next, left.filter((run) => !run.stopAsked), (s, { key }) => stopRun(s, { type: "stopRun", key }));
 }
 
 // ---- they are complete
@@ -108,7 +119,8 @@ function isWaiting(state) {
 export function handOver(state) {
   const left = capture(state);
   const ids = settling(left).map((d) => d.id);
-  if (!ids.length || !transcript.isAsking(left.transcript)) return [left, []];
+  if (!ids.length) return tail(left);
+  if (!transcript.isAsking(left.transcript)) return [left, []];
   const command = spokenCommand(left);
   if (command === spokenHangUp) return [commanded(left, ids, null), []];
   return command ? command(left, ids) : delegate(left, ids[0], ids);
@@ -122,7 +134,12 @@ export function handOverAll(state) {
 
 /** Late words that go on with what was handed over in mid-sentence are handed over too. @type {Rule} */
 export function handTail(state) {
-  if (settling(state).length || !isQuiet(state) || answerable(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
+  return settling(state).length || !isQuiet(state) ? [state, []] : tail(state);
+}
+
+/** @type {Rule} */
+function tail(state) {
+  if (answerable(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
   return delegate({ ...state, counter: state.counter + 1 }, `tail_${state.attempt}_${state.counter}`, []);
 }
 
@@ -232,7 +249,7 @@ function spokenStop(state, ids) {
   const key = running[running.length - 1].key;
   return chain(
     commanded(state, ids, key),
-    (s) => each(s, running, (next, run) => stopRun(next, { type: "stopRun", key: run.key })),
+    (s) => each(s, running, (next, run) => stopRun(changed(next, run.key, (r) => ({ ...r, stopSaid: true })), { type: "stopRun", key: run.key })),
     (s) => [say(s, "notice", ["I am asking Hermes to stop."], ids[0] ?? null, key), []],
   );
 }

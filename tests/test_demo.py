@@ -467,11 +467,12 @@ def test_a_voice_of_the_device_speaks_and_none_that_needs_a_network(visit):
 
     visit.say("What is the disk usage?")
     visit.said("The disk", "delete them")
-    words = visit.demo.get_by_label("Say", exact=True)
-    words.fill("And something else")
-    words.press("Enter")
+    visit.say("Stop")
+    visit.page.get_by_role("textbox", name="Message Hermes").fill("Will it rain?")
+    visit.page.keyboard.press("Enter")
 
     visit.said("This is a demo", "what fails")
+    expect(visit.card("Stop")).to_have_count(0)
     spoken = visit.page.evaluate("spoken")
     told = next(n for n, text in enumerate(spoken) if text.startswith("near: The disk is eighty-two"))
     assert spoken[told + 1] == "cancel"
