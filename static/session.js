@@ -227,33 +227,41 @@ export function leave(state) {
 /** It is shown again as it was. @type {Rule} */
 export function comeBack(state) {
   if (!state.left) return [state, []];
-  const told = notify({ ...state, left: false }, "info", CLOSINGS.left, true);
+  const told = notify({ ...state, left: false }, "info", closing(state, "left"), true);
   return state.phase === "idle" ? [told, []] : ended(told, true);
 }
 
 /** @type {Record<string, string>} */
 const CLOSINGS = {
-  left: "The call was ended when you left the page. Your tasks go on; start the call again to hear of them.",
-  expired: "The call reached the longest time OpenAI allows. Start a new one to go on.",
-  content: "OpenAI ended the call because of its content rules. Your tasks go on. Start the call again and put it in other words.",
-  connection_lost: "The connection was lost. Your tasks go on; start the call again to hear of them.",
-  remote_hangup: "OpenAI hung up. Your tasks go on; start the call again to hear of them.",
+  left: "The call was ended when you left the page.",
+  expired: "The call reached the longest time OpenAI allows.",
+  content: "OpenAI ended the call because of its content rules. Put it in other words.",
+  connection_lost: "The connection was lost.",
+  remote_hangup: "OpenAI hung up.",
   close_requested: "The call was ended from another page, or by the server.",
 };
+
+/** How the call ended, and what to do. @param {State} state @param {string | undefined} reason */
+function closing({ runs, speech: { waiting } }, reason) {
+  const told = CLOSINGS[reason ?? ""] ?? CLOSINGS.connection_lost;
+  if (runs.some((run) => !run.result)) return `${told} Your tasks go on; start the call again to hear of them.`;
+  const isOwing = runs.some(watch.isOwed) || waiting.some((piece) => piece.kind === "result");
+  return `${told} Start the call again ${isOwing ? "to hear the answer" : "whenever you like"}.`;
+}
 
 /** The model's service closed the session. @type {EventRule} */
 export function closed(state, event) {
   const [counted] = usage(state, event);
   if (state.phase === "closing") return ended(counted, false);
   if (state.renewal) return takeOver(counted, state.renewal);
-  return ended(notify(counted, "info", CLOSINGS[event.reason] ?? CLOSINGS.connection_lost, true), false);
+  return ended(notify(counted, "info", closing(counted, event.reason), true), false);
 }
 
 /** The connection is gone. @type {Rule} */
 export function lost(state) {
   if (state.phase === "closing") return ended(state, true);
   if (state.renewal) return takeOver(state, state.renewal);
-  return ended(notify(state, "error", CLOSINGS.connection_lost, true), true);
+  return ended(notify(state, "error", closing(state, "connection_lost"), true), true);
 }
 
 /** Back to idle; `still`: the session may still live at the service. @param {State} state @param {boolean} still @returns {Step} */
@@ -309,7 +317,7 @@ function reopen(state) {
   return [{ ...state, reopens: state.runs.some((run) => !run.result) }, []];
 }
 
-const USED_UP = "The time that hermes-voice allows for calls is used up, so the call was ended. Your tasks go on, and you can type.";
+const USED_UP = "The time that hermes-voice allows for calls is used up, so the call was ended. Tasks go on, and you can type.";
 const NOBODY = "The call was ended because nobody spoke. Start it again whenever you like.";
 const LONG_RUN = "Hermes is still working. The call was ended to save money, and starts again by itself when there is something to hear.";
 
