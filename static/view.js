@@ -37,6 +37,7 @@ const stopSpeaking = find("stop-speaking", HTMLButtonElement);
 const goOn = find("go-on", HTMLButtonElement);
 const sayAgain = find("say-again", HTMLButtonElement);
 const stopTask = find("stop-task", HTMLButtonElement);
+const answerControls = find("answer-controls", HTMLElement);
 const conversations = find("conversations", HTMLButtonElement);
 const talks = find("talks", HTMLDialogElement);
 const talksHint = find("talks-hint", HTMLElement);
@@ -257,12 +258,17 @@ export function render(state) {
   mute.hidden = state.phase !== "live" && state.phase !== "connecting";
   mute.ariaPressed = String(state.muted);
   show(mute, state.muted ? "Unmute" : "Mute");
-  stopSpeaking.hidden = state.phase !== "live" || state.silenced || !state.speech.sounding;
-  const mayTell = state.phase === "live" && (state.silenced || !state.speech.sounding);
+  // In a call these stay where they are, and a question does too, so that nothing else comes up
+  // under a finger.
+  const isHeard = state.speech.sounding && !state.silenced;
+  stopSpeaking.hidden = state.phase !== "live";
+  stopSpeaking.disabled = !isHeard;
+  stopTask.hidden = !working && state.phase !== "live";
+  stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
+  const mayTell = state.phase === "live" && !isHeard && !asking.length;
   goOn.hidden = !mayTell || !state.speech.kept.length;
   sayAgain.hidden = !mayTell || !state.speech.last.length;
-  stopTask.hidden = !working;
-  stopTask.disabled = !state.runs.some((run) => !run.result && !run.stopAsked);
+  answerControls.hidden = goOn.hidden && sayAgain.hidden;
   compose.hidden = conversations.hidden = settings.hidden = !entry.hidden;
   demoControls.disabled = state.phase !== "live" || state.muted;
   talksHint.hidden = state.phase === "idle";

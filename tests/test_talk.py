@@ -4,6 +4,7 @@ questions that nobody answers, and a loudspeaker that the microphone hears."""
 import re
 
 import live_service
+import pytest
 from playwright.sync_api import expect
 from test_browser import Line, answering
 from working_hermes import WorkingHermes
@@ -68,6 +69,33 @@ def test_stop_speaking_keeps_the_answer_and_a_click_says_it_again(browser):
 
         wait_said(line, "Hamburg", times=3)
         assert len(starts(line)) == 1
+
+
+@pytest.mark.parametrize("width", [320, 900])
+def test_what_can_be_pressed_stays_in_its_place_as_the_voice_comes_and_goes(browser, width):
+    with Line(browser, WorkingHermes(), speech_rate=30) as line:
+        line.page.set_viewport_size({"width": width, "height": 640})
+        session = line.start("Listening")
+        names = ("Hang up", "Mute", "Stop speaking", "Stop task")
+        places = lambda: [line.button(name).bounding_box() for name in names]  # noqa: E731
+        at_first = places()
+
+        session.user_says("How is the weather?", delegate=True)
+        line.hermes.run().end("completed", output="It rains.")
+        line.live.wait_spoken("It rains.")
+        expect(line.button("Say that again")).to_be_visible()
+        assert places() == at_first
+
+        session.user_says("Clean up.", delegate=True)
+        line.hermes.run(2).ask()
+        line.live.wait_for(lambda: said(session, "yes or no") and said(session, "yes or no")[0].said)
+        expect(line.button("Stop speaking")).to_be_enabled()
+        deny = line.button("Deny").bounding_box()
+        line.live.wait_spoken("yes or no")
+        expect(line.button("Stop speaking")).to_be_disabled()
+        assert (line.button("Deny").bounding_box(), places()) == (deny, at_first)
+        line.hermes.run(2).end("completed", output="It is clean.")
+        line.live.wait_spoken("It is clean.")
 
 
 def test_what_the_model_refuses_for_its_length_is_said_in_two(browser, monkeypatch):
