@@ -164,7 +164,7 @@ def live_tracks(line):
 
 
 def test_a_microphone_chosen_while_the_session_is_renewed_is_that_of_both(browser):
-    with house(browser, session_lifetime=14) as line:
+    with house(browser, session_lifetime=14, session_overtime=60) as line:
         line.page.evaluate(TRACKS)
         line.start()
         line.live.session_lifetime, line.live.create_delay = 7200, 4
@@ -202,7 +202,7 @@ def test_a_microphone_chosen_while_the_first_one_is_being_opened_is_used(browser
         line.page.evaluate("allow()")
 
         line.live.wait_live()
-        assert live_tracks(line) == ["Fake Audio Input 2"]
+        line.live.wait_for(lambda: live_tracks(line) == ["Fake Audio Input 2"])
 
 
 def test_the_chosen_devices_are_used_by_the_next_call(browser):
@@ -406,6 +406,7 @@ def guess(line):
 
 def test_a_device_with_a_stale_token_can_enter_the_right_one_after_many_wrong_ones(browser):
     with house(browser, token=TOKEN) as line:
+        expect(line.field("Access token")).to_be_visible()
         line.page.evaluate("localStorage.setItem('token', 'stale')")
         guesses = [threading.Thread(target=guess, args=(line,)) for _ in range(WRONG_TOKENS)]
         for each in guesses:
