@@ -273,7 +273,7 @@ function ended(state, still) {
 
 /** The state after a session: what it had and did not bring to its end waits for the next. @param {State} state @returns {State} */
 function over(state) {
-  const queue = speech.ended(state.speech, state.now);
+  const queue = speech.ended(state.speech, state.now, state.phase === "closing");
   return {
     ...state,
     phase: /** @type {const} */ ("idle"),

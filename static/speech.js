@@ -208,11 +208,15 @@ function finished(speech, at) {
   return keep({ ...free, waiting: free.waiting.filter((other) => !left.includes(other)) }, unsaid(speech, left));
 }
 
-/** The session is over: what was sent and not heard waits again, unless the user talked over it. @param {Speech} speech @param {number} at @returns {Speech} */
-export function ended(speech, at) {
-  const { current } = speech;
-  if (!current || current.talkedOver || current.voiced >= SAID_PART * current.piece.text.length) return finished(speech, at);
-  return { ...speech, current: null, waiting: [current.piece, ...speech.waiting] };
+/**
+ * The session is over: what was sent and not heard waits again, unless the user talked over it.
+ * @param {Speech} speech @param {number} at @param {boolean} asked it did not break off: a voice that had gone quiet had said it
+ * @returns {Speech}
+ */
+export function ended(speech, at, asked) {
+  const { current, sounding } = speech;
+  const isHeard = !current || current.talkedOver || current.voiced >= SAID_PART * current.piece.text.length || (asked && current.sounded && !sounding);
+  return isHeard ? finished(speech, at) : { ...speech, current: null, waiting: [current.piece, ...speech.waiting] };
 }
 
 /** @param {Speech} speech @param {Current} current @param {number} at */
