@@ -182,8 +182,8 @@ def test_a_page_that_the_browser_keeps_says_nothing_more_and_offers_the_call_whe
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("content", "put it in other words"),
-        ("expired", "Start a new one to go on"),
+        ("content", "Put it in other words"),
+        ("expired", "the longest time OpenAI allows. Start the call again"),
         ("remote_hangup", "OpenAI hung up"),
         ("connection_lost", "The connection was lost"),
     ],
