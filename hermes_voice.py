@@ -514,11 +514,17 @@ def hermes_home(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("HERMES_HOME") or user_home(environ) / ".hermes")
 
 
+def credential(name: str, environ: Mapping[str, str]) -> Path | None:
+    """The file in which systemd gives a secret, if it does."""
+    path = Path(environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name
+    return path if os.path.exists(path) else None  # Path.exists raises where it cannot look
+
+
 def find_secret(name: str, path: Path | None, variable: str, environ: Mapping[str, str]) -> str:
     """A secret from where it lies: the flag's file, systemd's credential, Hermes's .env."""
-    flag, credential = f"--{name}-file", Path(environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name
-    if path or os.path.exists(credential):  # Path.exists raises where the folder may not be read
-        return read_secret(path or credential, flag)
+    flag = f"--{name}-file"
+    if file := path or credential(name, environ):
+        return read_secret(file, flag)
     if not variable:
         return ""
     dotenv = hermes_home(environ) / ".env"
@@ -4867,7 +4873,7 @@ def check_secret(name: str, checkup: Checkup) -> Seen:
         return
     given = getattr(checkup.args, f"{name.replace('-', '_')}_file")
     path = given or hermes_home(checkup.environ) / ".env"
-    systemd = not given and (Path(checkup.environ.get("CREDENTIALS_DIRECTORY", "/dev/null")) / name).exists()
+    systemd = not given and credential(name, checkup.environ)
     if not secret:
         yield OK, "none, so whoever reaches the page drives Hermes", ""
     elif not systemd and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):

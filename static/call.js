@@ -14,7 +14,7 @@
 //     renewal     the next session is being opened     its start, or the end of this -> connecting
 //   closing     session.close sent, or the page left   closed, lost, 5 s, returned -> idle
 //
-// What happens then is told in six rooms, each with the states of its own at its door:
+// What happens then is told in six modules, each with the states of its own at its door:
 //
 //   session.js    the session's life: opened, renewed, asleep, ended
 //   words.js      what the user says: a request, an answer, or a command

@@ -257,6 +257,15 @@ def test_keys_of_systemd_and_of_hermess_env_are_found(desk, monkeypatch, hermes,
     ]
 
 
+def test_a_credentials_folder_that_cannot_be_looked_into_is_none(desk, monkeypatch):
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", f"/{'x' * 300}")  # longer than a name may be
+
+    assert desk.check() == 0
+
+    assert desk.said("access token") == ["ok: none, so whoever reaches the page drives Hermes"]
+    assert desk.said("OpenAI key") == ["ok: in ~/openai-key, for its owner only"]
+
+
 def test_a_file_that_is_named_is_looked_at_although_systemd_has_one_too(desk, monkeypatch):
     desk.write("credentials/openai-key", "canary-of-systemd")
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(desk.folder / "credentials"))

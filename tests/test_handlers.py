@@ -1332,6 +1332,15 @@ def test_an_answer_that_hermes_no_longer_waits_for_is_too_late(bench, status):
     assert page.wait("approval_closed")["reason"] == "timeout"
 
 
+def assert_repeated(b, page, run, again):
+    """The same answer is taken once more, or refused as too late."""
+    if again:
+        assert b.approve(run_id=page.run_id, choice="once")["resolved"] == 1
+    else:
+        assert too_late(b, run_id=page.run_id, choice="once")
+    assert len(run.answers) == 1 + again
+
+
 @pytest.mark.parametrize(
     ("idempotent", "request_id", "again"),
     [
@@ -1352,11 +1361,7 @@ def test_an_answer_that_may_have_arrived_is_repeated_only_where_it_is_bound(
     with pytest.raises(Unreachable):
         b.approve(run_id=page.run_id, choice="once")
 
-    if again:
-        assert b.approve(run_id=page.run_id, choice="once")["resolved"] == 1
-    else:
-        assert too_late(b, run_id=page.run_id, choice="once")
-    assert len(run.answers) == 1 + again
+    assert_repeated(b, page, run, again)
 
 
 @pytest.mark.parametrize(("status", "again"), [(429, True), (503, True), (500, False)])
@@ -1367,11 +1372,7 @@ def test_an_answer_that_hermes_had_no_time_for_is_repeated(bench, status, again)
     with pytest.raises(Refused):
         b.approve(run_id=page.run_id, choice="once")
 
-    if again:
-        assert b.approve(run_id=page.run_id, choice="once")["resolved"] == 1
-    else:
-        assert too_late(b, run_id=page.run_id, choice="once")
-    assert len(run.answers) == 1 + again
+    assert_repeated(b, page, run, again)
 
 
 def test_an_answer_that_cannot_have_arrived_is_repeated(bench):
