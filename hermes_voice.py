@@ -3340,7 +3340,9 @@ def post_approve(app: App, request: Request) -> Reply:
 def claim_question(run: Run, request_id: str, choice: str, now: float) -> Question:
     """Take the open question for one answer. Raise Conflict if it is not the one meant; "" means any."""
     question = run.stream.question
-    if run.stream.stop_asked or run.final:
+    if run.final:
+        raise Conflict("The task is already over, so the answer was not passed on.", code="too_late")
+    if run.stream.stop_asked:
         raise Conflict("The task is being stopped; nothing more is allowed.", code="too_late")
     late = question is None or now >= question.until or question.answering
     if late or question is None or request_id not in ("", question.request_id):
@@ -3351,6 +3353,14 @@ def claim_question(run: Run, request_id: str, choice: str, now: float) -> Questi
     return question
 
 
+def close_question(app: App, run: Run, question: Question, reason: str) -> None:
+    """Tell the pages that a question is over, unless the run's own reader has done it."""
+    with app.changed:
+        if run.stream.question is question:
+            run.publish(run.stream.close_question(reason))
+            app.announce(run)
+
+
 def answer_hermes(app: App, run: Run, question: Question, choice: str) -> None:
     """Pass the answer on. Where it may have arrived unbound, it is not tried again."""
     try:
@@ -3359,14 +3369,14 @@ def answer_hermes(app: App, run: Run, question: Question, choice: str) -> None:
     except UpstreamError as error:
         log_event("approval.failed", logging.WARNING, run=run.id, detail=error.detail)
         if error.answered not in (404, 409):
-            safe = question.bound is not None and run.idempotent
-            question.answering = not (safe or may_repeat(error, False))
-            raise
+            if (question.bound is not None and run.idempotent) or may_repeat(error, False):
+                question.answering = False
+                raise
+            close_question(app, run, question, "unknown")
+            message = "Hermes did not confirm the answer, so it may or may not have arrived."
+            raise Conflict(message, code="unconfirmed", detail=error.detail) from None
         reason = "timeout"
-    with app.changed:
-        if run.stream.question is question:
-            run.publish(run.stream.close_question(reason))
-            app.announce(run)
+    close_question(app, run, question, reason)
     if reason == "timeout":
         raise Conflict("The answer came too late: Hermes no longer waits for it.", code="too_late")
 

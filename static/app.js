@@ -179,7 +179,7 @@ async function approve({ key, runId, requestId, choice, heard, typed, late }) {
   const body = { run_id: runId, request_id: requestId, ...(choice ? { choice } : { heard }) };
   try {
     const answer = await api.post("approve", body);
-    dispatch({ type: "answered", key, requestId, choice: answer.choice, typed, late });
+    dispatch({ type: "answered", key, requestId, choice: answer.choice, more: answer.more, typed, late });
   } catch (error) {
     const { message, code } = explained(error);
     dispatch({ type: "answered", key, requestId, choice: null, message, code, typed, late });

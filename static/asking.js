@@ -1,4 +1,4 @@
-// What is said of a question of Hermes's, and when. Pure.
+// What is said of a question of Hermes's, and when, and whether the voice said it. Pure.
 //
 //   when                                    what
 //   it is asked                             the question
@@ -6,9 +6,25 @@
 //   20 s before it runs out                 the last one
 //
 // A reminder that would come within 15 s of the question's last words is left out.
+//
+//   the voice's words since the append's place        the newest thing it said
+//   end with words of the append, in their order      is the question, whole or so far
+//   name Hermes, then end with "yes or no", in any    is the question, in other words or in
+//   language, said once                               another language
+//   none, or anything else                            is not the question
+
+import { wordsInOrder, wordsOf } from "./echo.js";
+import { isSound, PAUSE_MS } from "./transcript.js";
+import { cut } from "./wire.js";
+
+/** @typedef {import("./echo.js").Said} Said */
 
 const LAST_MS = 20000;
 const APART_MS = 15000;
+const KNOWN_CHARS = 20; // of a question, until anyone can know what it is
+const NEWEST_WORDS = 4; // of the voice; if they are the question's, nothing came after it
+const LIKE = 0.75; // so many of the newest sentence's words are the question's
+const DESCRIPTION_BYTES = 180; // with more, the append would be cut before "yes or no"
 
 /** @typedef {{description: string, askedAt: number | null, until: number, saidAt: number, reminded: number}} Asked */
 
@@ -19,7 +35,7 @@ function howTo(byVoice) {
 
 /** The question itself. @param {{description: string}} question @param {boolean} byVoice */
 export function questionWords({ description }, byVoice) {
-  const what = description ? ` It is about: ${description}.` : "";
+  const what = description ? ` It is about: ${cut(description, DESCRIPTION_BYTES)}.` : "";
   return `Hermes asks for permission to run a command.${what} The exact command is on the screen. ${howTo(byVoice)}`;
 }
 
@@ -42,4 +58,56 @@ export function reminderWords(question, at, byVoice) {
   if (question.until - at <= LAST_MS) return `Last call: in ${seconds} seconds Hermes gives up on its question. ${howTo(byVoice)}`;
   if (due > 1) return `Hermes still needs an answer, or it will not do it. ${seconds} seconds are left. ${howTo(byVoice)}`;
   return `Hermes is waiting for your answer to its question. ${howTo(byVoice)}`;
+}
+
+// ---- heard
+
+const SENTENCE_END = ".!?…。！？؟।";
+/** How a question ends in the languages that may be spoken: "yes or no". */
+const YES_OR_NO = new RegExp([
+  "yes or no", "ja oder nein", "oui ou non", "si o no", "sim ou nao", "ja of nee", "tak czy nie",
+  "evet (?:mi|veya|ya da|yoksa) hayir", "是(?:还是|還是|或)(?:不是|否)", "(?:可以|同意|允许|允許)(?:还是|還是)不",
+  "はい、?(?:か|または|もしくは)?、?いいえ",
+].join("|"), "gu");
+const HERMES = /hermes|ヘルメス|赫尔墨斯|赫爾墨斯/u;
+const AFTER_CHARS = 25; // of the same sentence: "please", "でお答えください"
+
+/** @param {string} text */
+function plain(text) {
+  return text.toLowerCase().replaceAll("ı", "i").normalize("NFD").replace(/[\u0300-\u036f]/g, "").normalize("NFC");
+}
+
+/**
+ * Whether the newest thing that the voice said is what it was given to ask, or the beginning of that.
+ * @param {Said[]} voiced its words since the append's place, up to the user's
+ * @param {string} append
+ */
+export function isAsked(voiced, append) {
+  const said = voiced.filter(({ text }) => !isSound(text));
+  const text = said.map((each, n) => (n && each.startMs - said[n - 1].endMs >= PAUSE_MS ? `\n${each.text}` : each.text)).join("");
+  return isSaidWordForWord(text, append) || isRendered(plain(text));
+}
+
+/** @param {string} text */
+function spoken(text) {
+  return wordsOf([{ text, startMs: 0, endMs: 0 }]);
+}
+
+/** @param {string} text @param {string} append */
+function isSaidWordForWord(text, append) {
+  const [words, asked] = [spoken(text), spoken(append)];
+  const sentence = spoken(text.split(new RegExp(`[\n${SENTENCE_END}]`, "u")).findLast((part) => /[\p{L}\p{N}]/u.test(part)) ?? "");
+  const newest = Math.min(NEWEST_WORDS, words.length);
+  const matched = wordsInOrder(words, asked);
+  const without = (/** @type {number} */ count) => matched - wordsInOrder(words.slice(0, words.length - count), asked);
+  return text.trim().length >= KNOWN_CHARS && without(1) === 1 && without(newest) >= newest - 1
+    && wordsInOrder(sentence, asked) >= LIKE * sentence.length;
+}
+
+/** @param {string} text */
+function isRendered(text) {
+  const from = text.search(HERMES);
+  const pairs = from < 0 ? [] : [...text.slice(from).matchAll(YES_OR_NO)];
+  const after = pairs.length === 1 ? text.slice(from + pairs[0].index + pairs[0][0].length) : "";
+  return pairs.length === 1 && new RegExp(`^[^\n${SENTENCE_END}]{0,${AFTER_CHARS}}[^\\p{L}\\p{N}]*$`, "u").test(after);
 }

@@ -29,15 +29,17 @@
 //   2. Every delegation gets one answer, with its own id, on the connection that made it.
 //   3. A word is handed over once; words whose run never began count as not handed over.
 //   4. Runs outlive sessions: an update is a rule in every phase.
-//   5. A spoken answer to a question is an utterance that began after the voice began to ask,
-//      all of it; a click or a key that was on its way when it came is none.
+//   5. A spoken answer to a question is an utterance that began when this question was the newest
+//      thing the voice had been heard saying; a click or a key that was on its way when the
+//      question came is none.
 //   6. A result is told by one page only: the one whose claim came first. Sent is not spoken:
 //      what was not heard of it is told in the next session.
 //   7. A session that connects after the user hung up is closed, not ignored.
 //   8. To a line that is asleep, or about to be replaced, only mute and close are sent.
 //   9. No session is opened but by the user, for a renewal, or after a planned hang-up.
 //  10. What the user has asked for is handed over before the call ends.
-//  11. Words that answer a question that is closed become no run.
+//  11. Words that answer a question that is closed become no run; words that a question took and
+//      that are no answer become one.
 //  12. A command becomes no run, whether the model hands it over or not; nor does "stop" where
 //      nothing runs.
 
@@ -60,8 +62,8 @@ const ALWAYS = {
   set: (state, e) => [{ ...state, progress: e.progress ?? state.progress }, []],
   agreed: (state, e) => [{ ...state, terms: e.terms }, []],
   recalled: words.recalled,
-  leave: (state) => chain(state, whileLive(words.handOverAll), keep), // for another conversation
-  left: (state) => chain(state, whileLive(words.handOverAll), keep, session.leave),
+  leave: (state) => chain(state, whileLive(words.handOverAll), words.handLeftNow, keep), // for another conversation
+  left: (state) => chain(state, whileLive(words.handOverAll), words.handLeftNow, keep, session.leave),
   returned: session.comeBack,
   notKept: words.notKept,
   typed: words.typed,
@@ -111,9 +113,9 @@ const TICK = [
   ending(session.watchSession),
   ...[
     words.settle, words.listenForAnswer, words.listenForCommand, words.listenForLate, words.handTail,
-    questions.remind, runs.reportProgress,
+    questions.askAnew, questions.remind, runs.reportProgress,
   ].map(whileLive),
-  runs.followAgain, runs.claimDue, words.keepLines,
+  words.handLeft, runs.followAgain, runs.claimDue, words.keepLines,
 ];
 
 /**

@@ -9,6 +9,9 @@
 //   not quite: four in five of at least five, in order       as three or more
 //
 // What a person repeats on purpose comes after the voice has ended, and counts.
+//
+// One word may be an echo and is not proven to be one: the voice ends with "yes or no?", and
+// "no" comes before its way back is over. It is neither an echo nor an answer.
 
 /** @typedef {{text: string, startMs: number, endMs: number}} Said */
 /** @typedef {{word: string, startMs: number, endMs: number, to: number}} Word `to`: the fragment in which it ends */
@@ -20,19 +23,23 @@ const FEW_MS = 2000;
 const GRID_MS = 200; // the steps in which times come: a quick answer may seem to begin too early
 const GOES_ON_MS = 400; // a voice that is talked over stops
 const MANY = 3;
+const ONE_WORD_BACK_MS = 800; // seen with loudspeakers across a room
+const ONE_WORD_CHARS = 4; // of a script that sets no words apart
 const GARBLED_LEAST = 5;
 const GARBLED_PART = 0.8;
+const NO_SPACES = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]$/u;
 
-/** @param {Said[]} fragments @returns {Word[]} */
-function wordsOf(fragments) {
+/** A text's words with their times, in lower case. @param {Said[]} fragments @returns {Word[]} */
+export function wordsOf(fragments) {
   const ends = fragments.map((_, n) => fragments.slice(0, n + 1).reduce((sum, { text }) => sum + text.length, 0));
-  const text = fragments.map((fragment) => fragment.text).join("").toLowerCase();
+  const text = fragments.map((fragment) => fragment.text).join("");
   // Where words are not set apart, characters serve.
   const found = text.matchAll(/[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[\p{L}\p{M}\p{N}']+?(?=[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[^\p{L}\p{M}\p{N}']|$)/gu);
   return [...found].map((match) => {
     const from = ends.findIndex((end) => end > match.index);
     const to = ends.findIndex((end) => end >= match.index + match[0].length);
-    return { word: match[0], startMs: fragments[from].startMs, endMs: fragments[to].endMs, to };
+    // Only now: some letters are longer in lower case.
+    return { word: match[0].toLowerCase(), startMs: fragments[from].startMs, endMs: fragments[to].endMs, to };
   });
 }
 
@@ -51,7 +58,7 @@ export function echoLength(utterance, voiced) {
   const over = begins - Math.max(...before.map(({ endMs }) => endMs));
   const goesOn = said.some(({ startMs }) => startMs - begins >= GOES_ON_MS);
   const repeated = Math.max(0, ...before.map((_, from) => matching(words, said, from, over, goesOn)));
-  const whole = words.length >= GARBLED_LEAST && over <= WAY_BACK_MS && inOrder(words, said) >= GARBLED_PART * words.length;
+  const whole = words.length >= GARBLED_LEAST && over <= WAY_BACK_MS && wordsInOrder(words, said) >= GARBLED_PART * words.length;
   const count = whole ? words.length : repeated;
   if (count === words.length) return utterance.length;
   return count ? words[count - 1].to + 1 - (words[count].to === words[count - 1].to ? 1 : 0) : 0;
@@ -69,7 +76,7 @@ function matching(words, said, from, over, goesOn) {
 }
 
 /** The most words that both have in the same order. @param {Word[]} words @param {Word[]} said */
-function inOrder(words, said) {
+export function wordsInOrder(words, said) {
   let row = said.map(() => 0);
   for (const { word } of words) {
     let corner = 0;
@@ -80,4 +87,25 @@ function inOrder(words, said) {
     }, []);
   }
   return row[row.length - 1] ?? 0;
+}
+
+/**
+ * Whether an utterance is one word that the voice has just said, so soon that it may be its echo.
+ * @param {Said[]} utterance
+ * @param {Said[]} voiced
+ */
+export function mayBeEcho(utterance, voiced) {
+  const words = wordsOf(utterance);
+  const said = wordsOf(voiced);
+  const isOne = words.length === 1 || (words.length <= ONE_WORD_CHARS && words.every(({ word }) => NO_SPACES.test(word)));
+  return isOne && said.some((first, from) => {
+    const last = said[from + words.length - 1];
+    const isSame = words.every(({ word }, n) => bare(word) === bare(said[from + n]?.word ?? ""));
+    return isSame && words[0].startMs >= first.startMs - GRID_MS && words[0].startMs <= last.endMs + ONE_WORD_BACK_MS;
+  });
+}
+
+/** Accents are heard or not. @param {string} word */
+function bare(word) {
+  return word.replaceAll("ı", "i").normalize("NFD").replace(/[\u0300-\u036f]/g, "");
 }

@@ -281,7 +281,8 @@ export function followAgain(state) {
 export function stopRun(state, event) {
   const run = state.runs.find((r) => r.key === event.key && !r.result);
   if (!run) return [state, []];
-  const next = changed(state, run.key, (r) => ({ ...r, stopAsked: true, state: "stopping" }));
+  const dropped = run.question && { ...run.question, left: [] }; // words before a stop are taken back with it
+  const next = changed(state, run.key, (r) => ({ ...r, stopAsked: true, state: "stopping", question: dropped }));
   const quiet = unsay(next, (piece) => piece.run === run.key);
   // Without an id yet, the stop goes out as soon as the server names one.
   return [quiet, run.runId ? [{ do: "stop", key: run.key, runId: run.runId }] : []];

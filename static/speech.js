@@ -12,8 +12,8 @@
 // What must stay true:
 //
 //   1. Each piece is sent once, unless the user asks to hear it again.
-//   2. A question goes before results, results before progress. Newer progress and newer
-//      reminders replace older, results are never replaced.
+//   2. A question goes before results, results before progress, and while it is open both wait.
+//      Newer progress and newer reminders replace older, results are never replaced.
 //   3. What was cut off is said again only when the user asks for it.
 //   4. No half ends within a character, joined emoji included.
 
@@ -47,6 +47,7 @@ const LONG_CHARS = 60; // nothing shorter is refused for its length
 
 const ORDER = ["question", "reminder", "result", "notice", "progress"];
 const REPLACED = ["reminder", "progress"];
+const HELD = ["result", "progress"]; // while a question waits for its answer
 
 /** @type {Speech} */
 export const QUIET = {
@@ -178,13 +179,15 @@ export function halves(text) {
 /**
  * The piece to send at this moment, if there is one.
  * @param {Speech} speech @param {string} id for it @param {number} at
+ * @param {boolean} [asking] a question waits for its answer
  * @returns {[Speech, Piece | null]}
  */
-export function next(speech, id, at) {
+export function next(speech, id, at, asking = false) {
   if (speech.current && !isSaid(speech, speech.current, at)) return [speech, null];
   const free = finished(speech, at);
-  const [piece, ...waiting] = free.waiting;
+  const piece = free.waiting.find(({ kind }) => !asking || !HELD.includes(kind));
   if (!piece || !mayBegin(free, piece, at)) return [free, null];
+  const waiting = free.waiting.filter((other) => other !== piece);
   const current = { id, piece, sentAt: at, placedAt: null, sounded: false, talkedOver: false, voiced: 0 };
   const begins = piece.kind === "result" && piece.run !== free.last[0]?.run;
   const last = begins ? [piece, ...waiting.filter((other) => isPart(other, piece))] : free.last;

@@ -17,12 +17,14 @@ import { thinking } from "./wire.js";
 /**
  * @typedef {{requestId: string, command: string, description: string, choices: string[],
  *   until: number, stage: "queued" | "asked" | "answering" | "closed", sentAs: string,
- *   askedAt: number | null, asked: number, afterMs: number, aloud: boolean, outcome: string, note: string,
- *   at: number, saidAt: number, reminded: number, closedAt: number}} Question
- *   `sentAs`: the id of its append that is under way; `askedAt`: when it was first placed in
- *   this session, `asked`: how often; `afterMs`: an answer begins after this, and `aloud`: the
- *   voice has said enough of it since; `at`: when it came; `saidAt`: when something of it was last
- *   said; `reminded`: so many reminders were due
+ *   sentWords: string, append: string, placeMs: number | null, askedAt: number | null, asked: number, heardIn: number,
+ *   left: number[], outcome: string, note: string, at: number, saidAt: number, reminded: number,
+ *   closedAt: number}} Question
+ *   `sentAs`, `sentWords`: the append that asks it and is under way; `append`: the words of the one
+ *   that was placed last, `placeMs`: its place in the timeline, null while nothing asks; `askedAt`: when it was first
+ *   placed in this session, `asked`: how often, without reminders; `heardIn`: the batch of the
+ *   spoken words that are being judged; `left`: batches that were no answer; `at`: when it came;
+ *   `saidAt`: when something of it was last said; `reminded`: so many reminders were due
  * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
@@ -204,6 +206,12 @@ export function keep(state) {
 /** Delegations whose words are not complete. @param {State} state */
 export function settling(state) {
   return state.delegations.filter((d) => d.state === "settling");
+}
+
+/** Delegations made while a question was open, which are about it or wait for its end. @param {State} state */
+export function captured(state) {
+  const judged = state.late?.ids ?? [];
+  return state.delegations.filter((d) => d.state === "captured" && !judged.includes(d.id)).map((d) => d.id);
 }
 
 /** A delegation's id, if it was made on this connection. @param {State} state @param {string | null} id */

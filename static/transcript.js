@@ -26,7 +26,7 @@ const REQUEST_CHARS = 24000;
 // A pause of this length between two fragments of one speaker begins a new line.
 const LINE_GAP_MS = 1500;
 // A pause of this length between two words ends a sentence too.
-const PAUSE_MS = 700;
+export const PAUSE_MS = 700;
 const ECHO_LINES = 4; // of the voice, and of each so many fragments, hold its last 8 s
 const ECHO_FRAGMENTS = 60;
 // A line that is only a sound of listening asks for nothing.
@@ -76,6 +76,12 @@ function near(line, fragment) {
  */
 export function addTyped(transcript, text, session, at) {
   return newLine(transcript, "user", true, session, { text, startMs: 0, endMs: 0, batch: 0, at }, at);
+}
+
+/** The same, handed over already. @param {Transcript} transcript @param {string} text @param {number} session @param {number} at @returns {[Transcript, number]} and the batch's number */
+export function addHanded(transcript, text, session, at) {
+  const added = addTyped(transcript, text, session, at);
+  return hand(added, (_, line) => line === added.lines.at(-1));
 }
 
 /**
@@ -171,6 +177,12 @@ export function hand(transcript, wanted = () => true) {
   return [{ ...marked, batches: batch }, batch];
 }
 
+/** The words that went in these batches. @param {Transcript} transcript @param {number[]} batches */
+export function wordsIn(transcript, batches) {
+  const fragments = transcript.lines.flatMap((line) => line.fragments);
+  return fragments.filter((fragment) => batches.includes(fragment.batch)).map(({ text }) => text).join(" ");
+}
+
 /** Take hand-overs back: they did not arrive. @param {Transcript} transcript @param {number[]} batches */
 export function takeBack(transcript, batches) {
   return mark(transcript, (fragment) => (batches.includes(fragment.batch) ? 0 : fragment.batch));
@@ -202,7 +214,7 @@ export function heardOf(transcript, session) {
   return transcript.lines.filter((line) => line.speaker === "user" && line.session === session && !line.typed).flatMap((line) => line.fragments);
 }
 
-/** The user's utterances that began after a place, without sounds of listening and without the tail of one that began before it. @param {Transcript} transcript @param {number} session @param {number} ms @returns {Fragment[]} */
+/** The user's utterances that began after a place, without sounds of listening and without the tail of one that began before it. @param {Transcript} transcript @param {number} session @param {number} ms @returns {Fragment[][]} */
 export function begunAfter(transcript, session, ms) {
   /** @type {Fragment[][]} */
   const utterances = [];
@@ -211,7 +223,14 @@ export function begunAfter(transcript, session, ms) {
     if (last && fragment.startMs - last[last.length - 1].endMs < PAUSE_MS) last.push(fragment);
     else utterances.push([fragment]);
   }
-  return utterances.filter((said) => said[0].startMs >= ms && !isSound(said.map(({ text }) => text).join(""))).flat();
+  return utterances.filter((said) => said[0].startMs >= ms && !isSound(said.map(({ text }) => text).join("")));
+}
+
+/** The voice's words in a session that ended after a place and began before another. @param {Transcript} transcript @param {number} session @param {number} fromMs @param {number} toMs */
+export function voicedBetween(transcript, session, fromMs, toMs = Infinity) {
+  const lines = transcript.lines.filter((line) => line.speaker === "assistant" && line.session === session);
+  const within = lines.flatMap((line) => line.fragments).filter((f) => f.endMs > fromMs && f.startMs < toMs);
+  return within.sort((a, b) => a.startMs - b.startMs);
 }
 
 /** The newest of the user's words that ask for something and were not handed over. @param {Transcript} transcript @returns {Fragment[]} */

@@ -428,6 +428,9 @@ const OUTCOMES = {
   answered: "It was answered.",
   timeout: "Nobody answered in time, so Hermes did not do it.",
   run_ended: "The task ended before it was answered.",
+  late: "Your answer came when Hermes no longer waited for it.",
+  unknown: "Your answer may not have reached Hermes.",
+  lost: "hermes-voice was restarted, so it could not be answered any more.",
 };
 
 /** @typedef {NonNullable<ReturnType<typeof visible>["question"]>} ShownQuestion */

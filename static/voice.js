@@ -5,7 +5,7 @@
 import { askedAloud } from "./questions.js";
 import { titleOf } from "./runs.js";
 import * as speech from "./speech.js";
-import { chain, doing, isHeld, known, note, notify, questionChanged } from "./state.js";
+import { answerable, chain, doing, isHeld, known, note, notify, openQuestion, questionChanged } from "./state.js";
 import { commentary } from "./wire.js";
 
 /** @import { Effect, EventRule, Rule, State, Step } from "./state.js" */
@@ -17,14 +17,15 @@ export function pump(state, effects) {
   // Over a broken connection it might be lost, and nobody would know.
   if (state.phase !== "live" || state.shakyAt !== null || isHeld(state)) return [state, effects];
   const id = `say_${state.attempt}_${state.counter}`;
-  const [next, piece] = speech.next(state.speech, id, state.now);
+  const [next, piece] = speech.next(state.speech, id, state.now, !!answerable(state));
   const moved = next === state.speech ? state : { ...state, speech: next };
   const [after, notes] = next.kept === state.speech.kept ? [moved, []] : note(moved, CUT_OFF, null);
   if (!piece) return [after, [...effects, ...notes]];
   const unmuted = state.silenced ? [{ do: "silence", on: false }] : [];
   const send = { do: "send", message: commentary(id, piece.text, known(state, piece.delegation)) };
   const sent = { ...after, counter: after.counter + 1, silenced: false };
-  const told = piece.kind === "question" ? questionChanged(sent, piece.run, { sentAs: id }) : sent;
+  const asks = piece.kind === "question" || piece.kind === "reminder";
+  const told = asks ? questionChanged(sent, piece.run, { sentAs: id, sentWords: piece.text }) : sent;
   return [told, [...effects, ...notes, ...unmuted, send]];
 }
 
@@ -48,12 +49,17 @@ export function trouble(state, event) {
 export function sound(state, event) {
   const next = { ...state, speech: speech.sound(state.speech, event.on, state.now), heardAt: state.now };
   if (event.on || !state.silenced) return [next, []];
-  return [{ ...next, silenced: false }, [{ do: "silence", on: false }]];
+  return [unasked({ ...next, silenced: false }), [{ do: "silence", on: false }]];
+}
+
+/** Nobody heard the question, which is not asked anew against the user's wish. @param {State} state @returns {State} */
+function unasked(state) {
+  return questionChanged(state, openQuestion(state)?.key ?? null, { placeMs: null });
 }
 
 /** Silence at once; the work goes on. @type {Rule} */
 export function stopSpeaking(state) {
-  const silent = { ...state, silenced: true, speech: speech.hush(state.speech) };
+  const silent = unasked({ ...state, silenced: true, speech: speech.hush(state.speech) });
   return chain(silent, doing({ do: "silence", on: true }), (s) => note(s, "The user wants you to be quiet until they speak again.", null));
 }
 

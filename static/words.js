@@ -2,7 +2,9 @@
 //
 //   delegation  settling -> sent, captured (it answers a question) -> answered
 //   command     all of the user's newest words, and then it is what the table says -> obeyed
-//   answer      an utterance that began after the voice began to ask, once it is quiet
+//   answer      utterances that began when a question was the newest thing the voice had said,
+//               once it is quiet
+//   left        words that a question took and that are no answer: a request once it closes
 //   late        words soon after a question closed: late.js asks the server
 //   request     everything else that the model hands over, once it is complete
 //   tail        words that go on with a request that was handed over in mid-sentence
@@ -11,12 +13,13 @@
 
 import { lateAnswer } from "./late.js";
 import { isOneOf } from "./phrases.js";
-import { answer, ask, beginToAsk, typedAnswer } from "./questions.js";
+import { mayBeEcho, wordsOf } from "./echo.js";
+import { answer, ask, isHeard, isLeft, releaseCaptured, typedAnswer, unclear } from "./questions.js";
 import { delegate, stopRun } from "./runs.js";
 import { close } from "./session.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
-import { answerable, assign, chain, changed, each, keep, note, noteAll, notify, openQuestion, say, settling } from "./state.js";
+import { answerable, assign, captured, chain, changed, each, keep, note, noteAll, notify, openQuestion, say, settling } from "./state.js";
 import * as transcript from "./transcript.js";
 import { giveWay, goOn, sayAgain } from "./voice.js";
 
@@ -25,6 +28,7 @@ import { giveWay, goOn, sayAgain } from "./voice.js";
 
 const UTTERANCE_MS = 1300; // of quiet after which an answer is complete
 const AGAIN_MS = 10000; // in which a delegation without new words is about the words before
+const REQUEST_WORDS = 3; // with fewer it is a remark, which goes along with the next request
 const ECHO_MS = 3000; // words come up to 2 s after they were said
 const DELEGATIONS_KEPT = 100;
 const KEEP_MS = 1500; // of quiet, then what was said is kept by the server
@@ -39,7 +43,7 @@ export function heard(state, event) {
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
   if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
   else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
-  return [event.speaker === "assistant" ? beginToAsk(next, words.endMs) : next, []];
+  return [next, []];
 }
 
 /** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */
@@ -72,8 +76,7 @@ export function typed(state, event) {
 
 /** @param {State} state @param {string} text @returns {Step} */
 function typedStop(state, text) {
-  const added = transcript.addTyped(state.transcript, text, state.attempt, state.now);
-  const [handed] = transcript.hand(added, (_, line) => line === added.lines.at(-1));
+  const [handed] = transcript.addHanded(state.transcript, text, state.attempt, state.now);
   const next = { ...state, transcript: handed, heardAt: state.now, linesAt: state.now };
   const left = state.runs.filter((run) => !run.result);
   if (!left.length) return [notify(next, "info", "Nothing is running."), []];
@@ -172,15 +175,39 @@ export function listenForAnswer(state) {
 function hearAnswer(state, quietMs) {
   const run = answerable(state);
   const question = run?.question;
-  if (!run || question?.stage !== "asked") return [state, []];
-  const begun = transcript.begunAfter(state.transcript, state.attempt, question.afterMs);
-  const after = (/** @type {transcript.Fragment} */ f) => begun.includes(f);
-  const words = transcript.pending(state.transcript, after);
-  if (!words.length || state.now - state.speech.userAt < quietMs) return [state, []];
+  if (!run || question?.stage !== "asked" || question.placeMs === null) return [state, []];
+  const begun = transcript.begunAfter(state.transcript, state.attempt, question.placeMs);
+  const said = begun.map((utterance) => utterance.filter((f) => !f.batch)).filter((utterance) => utterance.length);
+  if (!said.length || state.now - state.speech.userAt < quietMs) return [state, []];
   const command = spokenCommand(state);
   if (command) return command(state, []);
-  const [handed] = transcript.hand(state.transcript, after);
-  return answer({ ...state, transcript: handed }, run, { heard: words.map((line) => line.text).join(" ") });
+  const answers = said.filter(([first]) => isHeard(state, question, first.startMs));
+  if (!answers.length) return [state, []];
+  const voiced = transcript.voicedBetween(state.transcript, state.attempt, question.placeMs);
+  const words = answers.filter((utterance) => !mayBeEcho(utterance, voiced));
+  const [handed, batch] = transcript.hand(state.transcript, (f) => answers.flat().includes(f));
+  const next = { ...state, transcript: handed };
+  if (!words.length) return unclear(next, run, { ...question, stage: "answering" });
+  return answer(next, run, { heard: words.map((utterance) => utterance.map(({ text }) => text).join("").trim()).join(" ") }, batch);
+}
+
+/** Words that a question took and that are no answer to it are a request, once it is closed. @type {Rule} */
+export function handLeft(state) {
+  return openQuestion(state) ? [state, []] : handLeftNow(state);
+}
+
+/** @type {Rule} */
+export function handLeftNow(state) {
+  if (!isLeft(state)) return releaseCaptured(state);
+  const batches = state.runs.flatMap((run) => (run.stopAsked ? [] : (run.question?.left ?? [])));
+  const ids = captured(state);
+  const runs = state.runs.map((run) => (run.question ? { ...run, question: { ...run.question, left: [] } } : run));
+  const words = transcript.wordsIn(state.transcript, batches);
+  const next = { ...state, runs, transcript: transcript.takeBack(state.transcript, batches), counter: state.counter + 1 };
+  // They settle as any others: what was said last may be an answer that came too late.
+  if (ids.length) return [assign(next, ids, "settling", null), []];
+  const isRequest = wordsOf([{ text: words, startMs: 0, endMs: 0 }]).length >= REQUEST_WORDS;
+  return isRequest ? delegate(next, `left_${state.attempt}_${state.counter}`, []) : [next, []];
 }
 
 /** An answer that came late and was not handed over by the model. @type {Rule} */

@@ -5,7 +5,7 @@
 //   event    as `step` takes it. The time goes on by {"wait": ms}, in ticks 200 ms apart;
 //            `at` is this time, `attempt` the newest, `id` of heard words a new one, and the
 //            `seq` of an update the next of its run, where they are not given. `"sent":
-//            "newest"` is the id of the newest thing to say. "begin": "live" puts a trace
+//            "newest"` is the id of the newest thing to say, `"text": "newest"` its words. "begin": "live" puts a trace
 //            into a call: dialled at 0, started at 1000; "working" into one in which the run
 //            r1 works since 2000 on the delegation d1, "Check staging."
 //   effects  as `step` gives them, but what goes to the voice model is shown as {"do": "say"
@@ -20,8 +20,10 @@ import assert from "node:assert/strict";
 import { readdirSync, readFileSync } from "node:fs";
 import { describe, test } from "node:test";
 
+import { isAsked, questionWords } from "../static/asking.js";
 import * as call from "../static/call.js";
 import * as demo from "../static/demo.js";
+import { mayBeEcho } from "../static/echo.js";
 import { parse } from "../static/markdown.js";
 import * as meter from "../static/meter.js";
 import { isOneOf } from "../static/phrases.js";
@@ -50,6 +52,7 @@ class Watched {
   answered = []; // delegations by the results said
   #seqs = new Map();
   #fragments = 0;
+  words = ""; // of the newest thing to say
 
   /** One event in full. Returns its effects as they are shown. */
   step(event) {
@@ -78,6 +81,7 @@ class Watched {
     if (OF_SESSION.includes(event.type)) whole.attempt ??= this.state.attempt;
     if (event.sent === "newest") whole.sent = this.sent.findLast((id) => id.startsWith("say_"));
     if (event.type === "heard") whole.id ??= `event_${this.#fragments++}`;
+    if (event.text === "newest") whole.text = this.words;
     if (event.type === "update") {
       const seq = event.update.seq ?? (this.#seqs.get(event.key) ?? 0) + 1;
       this.#seqs.set(event.key, seq);
@@ -99,6 +103,7 @@ class Watched {
     if (content === undefined) return { do: "send", type };
     assert.ok(content.trim() && bytes(content) <= 400, `${bytes(content)} bytes: ${content}`);
     assert.ok(delegation === null || this.delegated.has(delegation), `${delegation} is not of this connection`);
+    if (type === "session.commentary.append") this.words = content;
     return { do: type === "session.commentary.append" ? "say" : "think", text: content, delegation };
   }
 
@@ -360,6 +365,8 @@ class Walk {
       [2, { type: "heard", speaker: "user", text: "Stop.", startMs: at + 4000, endMs: at + 4200 }],
       [1, { type: "heard", speaker: "user", text: this.#one(["Go on.", "Again."]), startMs: at + 4000, endMs: at + 4200 }],
       [4, { type: "heard", speaker: "assistant", text: ` v${id}`, startMs: at, endMs: at + 200 }],
+      [9, { type: "heard", speaker: "assistant", text: ` ${this.watched.words || "Hm."}`, startMs: at, endMs: at + 200 }],
+      [6, { type: "heard", speaker: "user", text: " Yes.", startMs: at + 300, endMs: at + 500 }],
       [6, { type: "delegated", id: this.#one([`d${id}`, `d${id}`, state.delegations.at(-1)?.id ?? `d${id}`]) }],
       [9, { type: "placed", sent: this.#one(["newest", "newest", null, "say_0_0"]), endMs: at }],
       [9, { type: "sound", on: this.random(3) === 0 }],
@@ -484,7 +491,8 @@ class Walk {
     }
     if (effect.do === "delegate") {
       this.#working.push(effect.key);
-      for (const word of effect.lines.flatMap((line) => line.text.match(/w\d+/g) ?? [])) {
+      const asked = effect.lines.filter((line) => line.speaker === "user"); // the voice names requests
+      for (const word of asked.flatMap((line) => line.text.match(/w\d+/g) ?? [])) {
         const before = this.#wordsOf.get(word) ?? effect.key;
         assert.ok(before === effect.key || this.#returned.has(before), `${word} was handed over with ${before} and ${effect.key}`);
         this.#wordsOf.set(word, effect.key);
@@ -494,6 +502,7 @@ class Walk {
     if (effect.do === "approve" && !effect.late) {
       assert.ok(!this.#answering.has(effect.requestId), `${effect.requestId} was answered twice`);
       this.#answering.add(effect.requestId);
+      if (effect.heard && !effect.typed) checkSpokenAnswer(this.watched.state);
     }
   }
 
@@ -517,6 +526,43 @@ class Walk {
     assert.ok(this.watched.state.delegations.every((d) => d.state !== "settling"));
   }
 }
+
+/** From the far end: the voice said the question last before the words that are to answer it. */
+function checkSpokenAnswer({ transcript: said, attempt }) {
+  const ofSession = said.lines.filter((line) => line.session === attempt);
+  const fragments = (speaker) => ofSession.filter((line) => line.speaker === speaker).flatMap((line) => line.fragments);
+  const begins = Math.min(...fragments("user").filter((f) => f.batch === said.batches).map((f) => f.startMs));
+  const last = fragments("assistant").filter((f) => f.startMs < begins).sort((a, b) => a.startMs - b.startMs).at(-1);
+  assert.match(last?.text ?? "", /(?:yes or no\?|on the screen\.)$/);
+}
+
+test("whatever the voice says around a question, only what is said after the question answers it", () => {
+  let answers = 0;
+  for (let seed = 1; seed <= 200; seed++) {
+    const random = numbers(seed);
+    const watched = begin({ begin: "working" });
+    watched.play({ type: "update", key: "d1", update: { ...QUESTION, seconds_left: 3000 } });
+    for (let n = 0; n < 40; n++) {
+      const startMs = watched.now + random(400);
+      const span = { startMs, endMs: startMs + 200 };
+      const own = [" Shall I read you the forecast?", " The backup is done. Do you want to see it?", " Take your time.", " Shall I, yes or no?", " Yes."];
+      const effects = watched.play([
+        { type: "placed", sent: "newest", endMs: watched.now },
+        { type: "heard", speaker: "assistant", text: "newest", ...span },
+        { type: "heard", speaker: "assistant", text: own[random(own.length)], ...span },
+        { type: "heard", speaker: "user", text: " Yes.", startMs: startMs + random(3000), endMs: startMs + 3200 },
+        { type: "heard", speaker: "user", text: " Which folder is that?", ...span },
+        { type: "sound", on: random(3) === 0 },
+        { type: "answered", key: "d1", requestId: "q1", choice: null, message: [undefined, "No."][random(2)] },
+        ...Array(4).fill({ wait: 200 + random(3000) }),
+      ][random(11)]);
+      if (!effects.some((effect) => effect.do === "approve" && !effect.late)) continue;
+      checkSpokenAnswer(watched.state);
+      answers += 1;
+    }
+  }
+  assert.ok(answers > 20, `only ${answers} answers were heard`);
+});
 
 describe("a random walk", () => {
   for (const seed of [1, 2, 3, 4]) {
@@ -585,6 +631,104 @@ describe("how long a session lives", () => {
   ]) {
     test(about, () => assert.equal(watch.lifetime(expiresAt, wallMs), lives));
   }
+});
+
+// ---- a question that is heard
+
+/** Fragments of words, 300 ms each; `/` is a pause of a second. */
+function voicedAs(text, from = 5000) {
+  let at = from;
+  return text.split(/(?=[ /])/).filter((word) => {
+    if (word.startsWith("/")) at += 1000;
+    return word.length > 1;
+  }).map((word) => ({ text: word.replace("/", " "), startMs: at, endMs: (at += 300) }));
+}
+
+describe("asking.js: the newest thing that the voice said is the question", () => {
+  const append = questionWords({ description: "delete a folder" }, true);
+  const reminder = "Hermes is waiting for your answer to its question. Do you allow it, yes or no?";
+
+  for (const [about, voiced, asked] of [
+    ["word for word", append, append],
+    ["after an excuse", `Sorry, that was not a clear yes or no. ${append}`, `Sorry, that was not a clear yes or no. ${append}`],
+    ["a reminder", reminder, reminder],
+    ["its beginning, talked over", "Hermes asks for permission to run", append],
+    ["without marks", append.replace(/[.,:?]/g, ""), append],
+    ["with pauses", append.replaceAll(". ", "./"), append],
+    ["behind the end of something else", `One moment. ${append}`, append],
+    ["with a sound behind it", `${append}/Mhm.`, append],
+    ["in other words", "Okay, Hermes would like to delete a folder. Are you fine with that, yes or no?", append],
+    ["with a please", "Hermes wants to delete a folder. Yes or no, please?", append],
+    ["German", "Hermes bittet um Erlaubnis, einen Befehl auszuführen. Erlauben Sie das, ja oder nein?", append],
+    ["French", "Hermes demande la permission d'exécuter une commande. L'autorisez-vous, oui ou non ?", append],
+    ["Spanish", "Hermes pide permiso para borrar una carpeta. ¿Lo permites, sí o no?", append],
+    ["Italian", "Hermes chiede il permesso. Lo permetti, sì o no?", append],
+    ["Portuguese", "O Hermes pede permissão. Você permite, sim ou não?", append],
+    ["Dutch", "Hermes vraagt toestemming. Sta je dat toe, ja of nee?", append],
+    ["Polish", "Hermes prosi o zgodę. Zgadzasz się, tak czy nie?", append],
+    ["Turkish", "Hermes izin istiyor. İzin veriyor musun, evet mi hayır mı?", append],
+    ["Chinese", "Hermes 请求允许执行一个命令。您允许吗，是还是不是？", append],
+    ["Japanese", "ヘルメスがコマンドの実行許可を求めています。許可しますか、はいかいいえでお答えください。", append],
+    ["German, asked again", "Entschuldigung, das war kein klares Ja oder Nein. Hermes bittet um Erlaubnis, ja oder nein?", append],
+  ]) {
+    test(`${about}: it is`, () => assert.equal(isAsked(voicedAs(voiced), asked), true));
+  }
+
+  const forecast = "Shall I read you the forecast?";
+  for (const [about, voiced] of [
+    ["nothing", ""],
+    ["something else instead", forecast],
+    ["something else instead, with the same end", "Shall I read you the forecast, yes or no?"],
+    ["only its end", "Yes or no?"],
+    ["its first words", "Hermes asks"],
+    ["something else behind it", `${append} ${forecast}`],
+    ["something else behind it, after a pause", `${append}/${forecast}`],
+    ["a sentence with the same end behind it", `${append} Shall I read you the forecast, yes or no?`],
+    ["something else without marks", `${append} ${forecast}`.replace(/[.,:?]/g, "")],
+    ["a word of its own", `${append} Yes.`],
+    ["a remark", `${append} Take your time.`],
+    ["an older answer that ends in a question", `${append} The backup is done. Do you want to see it?`],
+    ["German, something else behind it", "Hermes bittet um Erlaubnis, ja oder nein? Soll ich die Vorhersage lesen?"],
+    ["German, the same end behind it", "Hermes bittet um Erlaubnis, ja oder nein? Soll ich lesen, ja oder nein?"],
+    ["German, something else instead", "Soll ich dir die Vorhersage vorlesen, ja oder nein?"],
+    ["Chinese, something else behind it", "Hermes 请求允许，是还是不是？要我念天气预报吗？"],
+  ]) {
+    test(`${about}: it is not`, () => assert.equal(isAsked(voicedAs(voiced), append), false));
+  }
+
+  test("the description never cuts off what is asked", () => {
+    for (const description of ["x".repeat(5000), "削除".repeat(300), "a b ".repeat(80)]) {
+      const words = `Sorry, that was not a clear yes or no. ${questionWords({ description }, true)}`;
+      assert.ok(bytes(words) <= wire.APPEND_BYTES && words.endsWith("yes or no?"), `${bytes(words)}`);
+    }
+  });
+});
+
+describe("echo.js: one word that the voice has just said", () => {
+  for (const [voice, word] of [
+    ["yes or no?", "Yes."], ["yes or no?", "No."], ["ja oder nein?", "Nein."], ["ja oder nein?", "ja"], ["oui ou non ?", "Non."],
+    ["sí o no?", "Si."], ["sì o no?", "No."], ["sim ou não?", "Nao."], ["ja of nee?", "Nee."], ["tak czy nie?", "Nie."],
+    ["evet mi hayır mı?", "Hayir."], ["是还是不是？", "不是。"], ["是还是不是？", "是"], ["はいかいいえ？", "いいえ。"], ["はいかいいえ？", "はい"],
+  ]) {
+    const said = voicedAs(`Do you allow it, ${voice}`);
+    const plain = (text) => text.toLowerCase().replaceAll("ı", "i").normalize("NFD").replace(/\p{M}/gu, "");
+    const own = said.findLast(({ text }) => plain(text).includes(plain(word).replace(/[.。]/, "")));
+    test(`${voice} ${word}`, () => {
+      for (const delay of [50, 400, 800]) {
+        const startMs = own.startMs + delay;
+        assert.equal(mayBeEcho([{ text: word, startMs, endMs: startMs + 300 }], said), true, `${delay}`);
+      }
+      const later = said.at(-1).endMs + 1000;
+      assert.equal(mayBeEcho([{ text: word, startMs: later, endMs: later + 300 }], said), false, "later");
+    });
+  }
+
+  test("more than that word, or another one, is the user's", () => {
+    const said = voicedAs("Do you allow it, yes or no?");
+    const startMs = said.at(-1).startMs + 400;
+
+    for (const text of ["No, stop.", "Nope.", "Yes, do it.", "Go ahead."]) assert.equal(mayBeEcho([{ text, startMs, endMs: startMs + 500 }], said), false, text);
+  });
 });
 
 // ---- settling
