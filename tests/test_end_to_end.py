@@ -66,7 +66,7 @@ def test_a_dangerous_command_is_denied_by_voice(line, tmp_path):
 
     session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
     line.live.wait_spoken("yes or no")
-    session.user_says("Maybe, what would it delete?", delegate=True)
+    remark = session.user_says("Maybe, what would it delete?", delegate=True)
     line.live.wait_spoken("not a clear yes or no")
     session.user_says("No, don't do it.")
 
@@ -74,7 +74,32 @@ def test_a_dangerous_command_is_denied_by_voice(line, tmp_path):
     assert victim.exists()
     expect(line.log).to_contain_text("You denied it.")
     assert "choice=deny by=voice" in line.sidecar.log
-    assert len(line.runs()) == 1
+    # What was no answer is the user's, and Hermes gets it once the question is closed.
+    line.live.wait_for(lambda: any(remark in run["delegations"] for run in line.runs()))
+
+
+def times_asked(session):
+    """How often the voice has asked for permission, to the end."""
+    return sum(spoken.text.endswith("yes or no?") and spoken.ended_at is not None for spoken in session.spoken)
+
+
+def test_a_yes_to_something_else_that_the_voice_asked_allows_nothing(line, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    session = line.start("Listening")
+    session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
+    line.live.wait_for(lambda: times_asked(session) == 1)
+
+    session.assistant_says("Shall I read you the forecast?")
+    session.user_says("Yes.")
+    line.live.wait_for(lambda: times_asked(session) == 2, about="the question is asked anew")
+    assert victim.exists()
+    assert "approval.answered" not in line.sidecar.log
+    session.user_says("Yes, do it.")
+
+    line.live.wait_spoken("Done with the dangerous part")
+    assert not victim.exists()
+    assert "choice=once by=voice" in line.sidecar.log
 
 
 def test_a_question_nobody_answers_runs_out_and_is_told(line, tmp_path):
