@@ -647,7 +647,8 @@ they are. Never read symbols, paths or web addresses aloud; they are on the user
 
 ## Approval policy
 Sometimes Hermes must ask before it does something risky. The question reaches you as text
-to say. Ask it once, clearly, and then wait in silence for the user's own yes or no. Never
+to say. Ask it once, clearly, end it with "yes or no" in the user's language, and then wait
+in silence for the user's own yes or no. Say nothing of your own meanwhile. Never
 answer it yourself, never urge, and never say that it was allowed or refused until you are
 told so.{extra}"""
 
@@ -1076,6 +1077,40 @@ _YES_SAID, _NO_SAID = (
     )
     for words in (_YES, _NO)
 )
+
+# A request begins so behind a yes: "yes, but only the old ones".
+_REQUEST_BEGINS = re.compile(
+    r"(?<!\w)(?:but|and|only|except|then|instead|first|before|after|if|unless|without|wait|not|also"
+    r"|aber|und|nur|außer|ausser|dann|stattdessen|erst|zuerst|vorher|wenn|ohne|warte|nicht|auch|jedoch"
+    r"|mais|et|seulement|sauf|puis|plutôt|d'abord|avant|après|si|sans|attends|pas|aussi"
+    r"|pero|y|solo|sólo|excepto|salvo|luego|primero|antes|después|sin|espera|también|menos"
+    r"|ma|e|soltanto|tranne|poi|invece|prima|dopo|se|senza|aspetta|anche|però"
+    r"|mas|só|somente|exceto|depois|primeiro|sem|espera|também|porém"
+    r"|maar|en|alleen|behalve|dan|eerst|voordat|daarna|als|zonder|wacht|niet|ook"
+    r"|ale|i|tylko|oprócz|potem|zamiast|najpierw|przed|po|jeśli|bez|czekaj|też"
+    r"|ama|ve|sadece|yalnız|hariç|sonra|önce|eğer|bekle|değil|ayrıca)(?!\w)"
+    r"|但|可是|不过|不過|只|除了|然后|然後|先|如果|还|還|等|でも|ただ|けど|しかし|まず|それから|だけど|もし|待って",
+    re.IGNORECASE,
+)
+_CLAUSE_END = re.compile(r"[,.;:!…。，、！；：–—]+\s*|\s+-+\s+")
+# The least of a request: two words, or four characters of a script that sets no words apart.
+_MORE = re.compile(r"\w\W+\w|[\u3040-\u30ff\u4e00-\u9fff]{4}")
+
+
+def has_request(heard: str, read: Callable[[str], str | None]) -> bool:
+    """True if a clear answer, by `read`, stands at the head of a request: "No, and move it instead."
+
+    Behind a no anything more is one. Behind a yes it must begin as one does, since "Yes, that
+    is fine" is only more of the same.
+    """
+    ends = [found.span() for found in _CLAUSE_END.finditer(heard)]
+    ends += [(found.start(), found.start()) for found in _REQUEST_BEGINS.finditer(heard)]
+    for head, rest in ((heard[:end], heard[begin:].strip()) for end, begin in sorted(ends)):
+        if answer := read(head):
+            begins = _REQUEST_BEGINS.match(rest)
+            is_same = begins is not None and read(rest[begins.end() :]) == answer  # "go ahead and do it"
+            return bool(_MORE.search(rest)) and (answer == "deny" or begins is not None) and not is_same
+    return False
 
 
 # Hermes's events
@@ -3309,32 +3344,45 @@ def delete_conversation(app: App, request: Request) -> Reply:
 
 # Approvals
 
+UNCLEAR = Reply({"choice": None, "resolved": 0})
+
 
 def post_approve(app: App, request: Request) -> Reply:
-    """Answer exactly the question meant, if it is still open: by choice, or by what was heard."""
+    """Answer exactly the question meant, if it is still open: by choice, or by what was heard.
+
+    Words that are an answer and a request are a no, and `more`: the page keeps the request.
+    """
     run_id, body = id_of(request.body, "run_id"), request.body
     if ("heard" in body) == ("choice" in body):
         raise BadRequest("Give either 'choice' or 'heard'.")
     by, choice, config = "choice", body.get("choice"), app.config
+    more = False
     if "heard" in body:
         by, heard = "voice", text_of(body, "heard", HEARD_LIMIT)
         if not config.voice_approvals:
             message = "Permission is given by click here: use the buttons on the screen."
             raise Conflict(message, code="click_only")
-        choice = read_answer(heard, config.yes_phrases, config.no_phrases)
+        read = partial(read_answer, yes=config.yes_phrases, no=config.no_phrases)
+        more = read(heard) is None and has_request(heard, read)
+        choice = "deny" if more else read(heard)
         if choice is None:
             log_event("approval.unclear", run=run_id)
-            return Reply({"choice": None, "resolved": 0})
+            return UNCLEAR
     if choice not in CHOICES:
         raise BadRequest(f"'choice' must be one of {', '.join(CHOICES)}.")
     request_id = id_of(body, "request_id", "")
-    with app.changed:
-        run = app.find(run_id)
-        question = claim_question(run, request_id, choice, app.clock())
+    try:
+        with app.changed:
+            run = app.find(run_id)
+            question = claim_question(run, request_id, choice, app.clock())
+    except Conflict:
+        if more:  # With nothing to answer it is a request and no more.
+            return UNCLEAR
+        raise
     answer_hermes(app, run, question, choice)
     app.journal.note_approval(run, question, choice, by, time.time())
     log_event("approval.answered", run=run.id, request=question.request_id, choice=choice, by=by)
-    return Reply({"choice": choice, "resolved": 1})
+    return Reply({"choice": choice, "resolved": 1} | ({"more": True} if more else {}))
 
 
 def claim_question(run: Run, request_id: str, choice: str, now: float) -> Question:

@@ -39,6 +39,7 @@ from hermes_voice import (
     RunStream,
     SSEDecoder,
     TooMany,
+    has_request,
     history_input,
     mask,
     pack_pieces,
@@ -715,6 +716,52 @@ def test_no_word_means_both_yes_and_no():
     assert len(_YES) == 11
     assert not _YES_SAID & _NO_SAID
     assert "" not in _YES_SAID | _NO_SAID
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [
+        "No, and move it to the archive instead.",
+        "No. Move it to the archive.",
+        "No, no, please put it elsewhere.",
+        "No and move it",
+        "Yes, but only the old ones.",
+        "Yes but only the old ones",
+        "Yes. And then restart it.",
+        "Do it, but only once.",
+        "Nein, leg es ins Archiv.",
+        "Ja, aber nur die alten.",
+        "Oui, mais seulement les vieux.",
+        "Non, mets-le dans les archives.",
+        "Sí, pero solo los viejos.",
+        "Sì, ma solo i vecchi.",
+        "Sim, mas só os antigos.",
+        "Ja graag, maar alleen de oude.",
+        "Tak, ale tylko stare.",
+        "Evet, ama sadece eskileri.",
+        "是的，但只删旧的",
+        "不，移到归档里",
+        "はい、でも古いものだけ",
+        "いいえ、アーカイブに移してください",
+    ],
+)
+def test_an_answer_with_a_request_behind_it_is_known(heard):
+    assert has_request(heard, read_answer)
+    assert read_answer(heard) is None
+
+
+@pytest.mark.parametrize(
+    "heard",
+    [
+        *("", "No.", "No, no.", "Yes, sure.", "Yes, but", "No, later.", "Nein, später.", "No idea."),
+        # More of the same.
+        *("Yes, that's fine by me.", "Go ahead and do it.", "Yes, and go ahead.", "Yes, go ahead and do it."),
+        # No answer at its head.
+        *("Which one, and why?", "Yesterday, but only once.", "Maybe, and then?", "I said so, but only once."),
+    ],
+)
+def test_an_answer_without_a_request_behind_it_is_none_of_these(heard):
+    assert not has_request(heard, read_answer)
 
 
 def test_more_words_for_an_answer_can_be_given():

@@ -80,7 +80,8 @@ def test_a_dangerous_command_is_denied_by_voice(line, tmp_path):
 
 def times_asked(session):
     """How often the voice has asked for permission, to the end."""
-    return sum(spoken.text.endswith("yes or no?") and spoken.ended_at is not None for spoken in session.spoken)
+    ended = [spoken for spoken in session.spoken if spoken.ended_at is not None]
+    return sum(spoken.text.endswith("yes or no?") for spoken in ended)
 
 
 def test_a_yes_to_something_else_that_the_voice_asked_allows_nothing(line, tmp_path):

@@ -1199,6 +1199,27 @@ def test_a_choice_that_is_not_offered_is_refused(bench):
     assert b.approve(run_id=page.run_id, choice="once")["resolved"] == 1
 
 
+@pytest.mark.parametrize("said", ["No, and move it instead.", "Yes, but only the old ones.", "Ja, aber nur die alten."])
+def test_an_answer_with_a_request_behind_it_is_a_no(bench, said):
+    b = bench()
+    page, run, _ = asked(b)
+
+    assert b.approve(run_id=page.run_id, heard=said) == {"choice": "deny", "resolved": 1, "more": True}
+
+    assert [answer["choice"] for answer in run.answers] == ["deny"]
+
+
+def test_a_no_with_a_request_behind_it_is_a_request_where_no_question_is_open(bench):
+    b = bench()
+    page, run, _ = asked(b)
+    b.approve(run_id=page.run_id, choice="once")
+
+    said = "No, and move it to the archive instead."
+    assert b.approve(run_id=page.run_id, heard=said) == {"choice": None, "resolved": 0}
+
+    assert [answer["choice"] for answer in run.answers] == ["once"]
+
+
 def too_late(b, **body):
     with pytest.raises(Conflict) as caught:
         b.approve(**body)
