@@ -757,7 +757,7 @@ def test_an_answer_with_a_request_behind_it_is_known(heard):
         # More of the same.
         *("Yes, that's fine by me.", "Go ahead and do it.", "Yes, and go ahead.", "Yes, go ahead and do it."),
         # No answer at its head.
-        *("Which one, and why?", "Yesterday, but only once.", "Maybe, and then?", "I said so, but only once."),
+        *("Which one, and why?", "Yesterday, but only once.", "Maybe, and then?", "I know, but only once."),
     ],
 )
 def test_an_answer_without_a_request_behind_it_is_none_of_these(heard):
