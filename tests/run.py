@@ -5,6 +5,9 @@ company, and one with each Hermes. They are made in the first run, which takes a
 two, and again when their requirements or Python have changed. Chromium and Node are looked
 for on this machine; without them, or without a Hermes, the tests that need them are skipped.
 
+Most tests wait most of the time, so two files a processor run side by side; those that measure
+time run alone, before them. With pytest arguments everything runs one after the other.
+
 `--quick` leaves Hermes and Chromium out, `--install` makes the environments and stops.
 HERMES_VOICE_TEST_ENVS may name a folder of Hermes environments to use as they are, and
 HERMES_VOICE_CHROMIUM a browser.
@@ -22,6 +25,9 @@ from pathlib import Path
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_NODE = 20
+
+PER_PROCESSOR = 2  # test files at once
+NO_TESTS = 5  # pytest's exit code where none was chosen
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".test-env"
@@ -142,11 +148,18 @@ def main():
     if args.install:
         return
 
-    if args.quick:
-        pytest_args = ["-m", "not hermes and not browser", *pytest_args]
-    os.chdir(ROOT)
-    python = str(python_of(TESTS))
-    os.execv(python, [python, "-m", "pytest", *pytest_args])
+    marks = ["not hermes", "not browser"] if args.quick else []
+    if pytest_args:
+        sys.exit(run_pytest(marks, *pytest_args))
+    alone = run_pytest([*marks, "alone"])
+    side_by_side = ["-n", str(PER_PROCESSOR * (os.cpu_count() or 1)), "--dist", "loadfile"]
+    sys.exit(run_pytest([*marks, "not alone"], *side_by_side) or (alone if alone != NO_TESTS else 0))
+
+
+def run_pytest(marks, *pytest_args):
+    """Run the tests that have all of these marks. Return pytest's exit code."""
+    chosen = ["-m", " and ".join(marks)] if marks else []
+    return subprocess.call([python_of(TESTS), "-m", "pytest", *chosen, *pytest_args], cwd=ROOT)
 
 
 if __name__ == "__main__":

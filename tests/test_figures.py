@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import defaultdict
 
+import pytest
 from live_service import LiveService
 from playwright.sync_api import expect
 from sidecar import Sidecar
@@ -34,6 +35,7 @@ class TimedHermes(WorkingHermes):
         return answer
 
 
+@pytest.mark.alone
 def test_the_way_of_a_request_and_of_its_answer_is_short_and_no_word_is_missing(browser, capsys):
     accepted, spoken, missing = defaultdict(list), [], 0
     with (
