@@ -63,12 +63,16 @@ export function reminderWords(question, at, byVoice) {
 // ---- heard
 
 const SENTENCE_END = ".!?…。！？؟।";
-/** How a question ends in the languages that may be spoken: "yes or no". */
-const YES_OR_NO = new RegExp([
-  "yes or no", "ja oder nein", "oui ou non", "si o no", "sim ou nao", "ja of nee", "tak czy nie",
-  "evet (?:mi|veya|ya da|yoksa) hayir", "是(?:还是|還是|或)(?:不是|否)", "(?:可以|同意|允许|允許)(?:还是|還是)不",
+/** "Yes or no", as a question ends with it: first where words may be an answer without being configured. */
+const YES_OR_NO = new RegExp(plain([
+  "yes or no", "ja oder nein", "oui ou non", "sí o no", "sim ou não", "ja of nee", "tak czy nie",
+  "evet (?:mi|veya|ya da|yoksa) hayır", "是(?:还是|還是|或)(?:不是|否)", "(?:可以|同意|允许|允許)(?:还是|還是)不",
   "はい、?(?:か|または|もしくは)?、?いいえ",
-].join("|"), "gu");
+  "ja eller nei", "ja eller nej", "kyllä vai ei", "jah või ei", "jā vai nē", "taip ar ne", "ano (?:nebo|či) ne", "áno alebo nie",
+  "igen vagy nem", "da sau nu", "da ili ne", "da ali ne", "ναι ή όχι", "да или нет", "так чи ні", "да или не", "نعم (?:أم|أو|ام|او) لا",
+  "بله یا (?:نه|خیر)", "כן או לא", "हाँ या (?:नहीं|ना)", "হ্যাঁ (?:না|বা) না", "ใช่หรือไม่", "có hay không", "ya atau tidak", "oo o hindi",
+  "(?:예|네)(?: 또는| 아니면|,)? 아니(?:요|오)",
+].join("|")), "gu");
 const HERMES = /hermes|ヘルメス|赫尔墨斯|赫爾墨斯/u;
 const AFTER_CHARS = 25; // of the same sentence: "please", "でお答えください"
 

@@ -187,10 +187,11 @@ export function unclear(state, run, question) {
   return reopen(questionChanged(next, run.key, { note: UNCLEAR }), run, question, "Sorry, that was not a clear yes or no. ");
 }
 
-/** It takes answers again. @param {State} state @param {Run} run @param {Question} question @param {string} before @returns {Step} */
+/** It takes answers again, and is asked again, unless a hand had answered. @param {State} state @param {Run} run @param {Question} question @param {string} before @returns {Step} */
 function reopen(state, run, question, before) {
   const stage = question.asked ? /** @type {const} */ ("asked") : /** @type {const} */ ("queued");
-  return askAgain(questionChanged(state, run.key, { stage, heardIn: 0 }), run, before);
+  const open = questionChanged(state, run.key, { stage, heardIn: 0 });
+  return before || !question.asked ? askAgain(open, run, before) : [open, []];
 }
 
 /** An answer did not get through. @param {State} state @param {Run} run @param {Question} question @param {import("./wire.js").Event} event @returns {Step} */

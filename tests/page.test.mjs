@@ -669,6 +669,11 @@ describe("asking.js: the newest thing that the voice said is the question", () =
     ["Turkish", "Hermes izin istiyor. İzin veriyor musun, evet mi hayır mı?", append],
     ["Chinese", "Hermes 请求允许执行一个命令。您允许吗，是还是不是？", append],
     ["Japanese", "ヘルメスがコマンドの実行許可を求めています。許可しますか、はいかいいえでお答えください。", append],
+    ["Swedish", "Hermes ber om tillåtelse. Tillåter du det, ja eller nej?", append],
+    ["Russian", "Hermes просит разрешения. Разрешить, да или нет?", append],
+    ["Hindi", "Hermes अनुमति माँगता है। क्या आप अनुमति देते हैं, हाँ या नहीं?", append],
+    ["Korean", "Hermes가 허가를 요청합니다. 허용하시겠습니까, 예 아니면 아니요?", append],
+    ["Thai", "Hermes ขออนุญาต คุณอนุญาตใช่หรือไม่", append],
     ["German, asked again", "Entschuldigung, das war kein klares Ja oder Nein. Hermes bittet um Erlaubnis, ja oder nein?", append],
   ]) {
     test(`${about}: it is`, () => assert.equal(isAsked(voicedAs(voiced), asked), true));
