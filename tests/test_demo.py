@@ -436,7 +436,7 @@ def test_a_demos_voice_falls_silent_when_told_to_and_when_spoken_to(visit):
     expect(visit.status).to_have_text("Listening", timeout=3000)
 
     visit.say("Delete the old snapshots")
-    visit.said("Hermes asks for")
+    visit.said("to run a command")
     visit.say("Yes, go ahead")
     expect(visit.card("Delete the old snapshots")).to_contain_text("You allowed it.", timeout=PATIENCE)
     expect(visit.log).not_to_contain_text("yes or no")
