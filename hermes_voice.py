@@ -59,6 +59,7 @@ import socketserver
 import sqlite3
 import ssl
 import stat
+import string
 import sys
 import sysconfig
 import threading
@@ -851,10 +852,11 @@ def split_answer(output: str) -> tuple[list[str], str]:
     show = f"{spoken.strip()}\n\n{rest.strip()}".strip()
     if len(show) > SHOW_CHARS:
         show = show[:SHOW_CHARS] + "\n\n*The rest is too long to show; Hermes has all of it.*"
-    aloud, *raw = _RAW.split(speakable(spoken[:SPOKEN_CHARS]), maxsplit=1)
+    words, left_out = _for_the_ear(spoken[:SPOKEN_CHARS])
+    aloud, *raw = _RAW.split(words, maxsplit=1)
     said, whole = _first_sentences(aloud if re.search(r"\w", aloud) else "", SAY_CHARS)
-    # What ends with a colon leads to a table or to code.
-    is_part = raw or not whole or len(spoken) > SPOKEN_CHARS or aloud.endswith((":", "："))
+    # What ends with a colon leads to something that is not spoken.
+    is_part = left_out or raw or not whole or len(spoken) > SPOKEN_CHARS or aloud.endswith((":", "："))
     if not said:
         said.append("The answer is on your screen.")
     elif is_part:
@@ -864,7 +866,17 @@ def split_answer(output: str) -> tuple[list[str], str]:
 
 # A block of code, up to its fence or the end; ```code``` in one line is none.
 _FENCED = r"^[ \t]*(`{3,}(?![^\n]*`)|~{3,})(?s:.*?)(?:^[ \t]*\1[`~]*[ \t\r]*$|\Z)"
-_FENCED_OR_RULE = re.compile(rf"{_FENCED}|(?P<rule>^[ \t]*---[ \t\r]*$)", re.M)
+# Hermes is told to end the spoken part with `---`, but in Markdown it also underlines a
+# heading: a short line after an empty one, without the sign that ends a sentence. After a
+# title and nothing else nothing has been said yet.
+_FENCED_OR_RULE = re.compile(
+    rf"{_FENCED}"
+    r"|(?:\A|^[ \t\r]*\n)[ \t]{0,3}(?!---|[#>|*+•-]|\d{1,3}[.)][ \t])[^\n]{0,80}[^\s.!?…:;,。！？：；，؟۔।|]"
+    r"[ \t\r]*\n[ \t]{0,3}---[ \t\r]*$"
+    r"|\A(?:#{1,6}[ \t][^\n]*\n\s*)+---[ \t\r]*$"
+    r"|(?P<rule>^[ \t]*---[ \t\r]*$)",
+    re.M,
+)
 
 
 def _cut_at_rule(text: str) -> tuple[str, str]:
@@ -874,49 +886,275 @@ def _cut_at_rule(text: str) -> tuple[str, str]:
     return text, ""
 
 
-# Markdown that is not for the ear: pattern and what is said instead, in this order.
-_UNSPEAKABLE: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
-    (_FENCED, " "),
-    (r"\$\$[^$]{0,2000}\$\$|\\\[[^\]]{0,2000}\\\]", " "),
-    (r"^[ \t]*\|.*$", " "),
-    # A table without outer bars, by the line below its head.
-    (r"^[^|\n]{1,200}\|.*\n[ \t]*:?-+:?[ \t]*\|[-:| \t]*$(?:\n.*\|.*$)*", " "),
-    (r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", " "),
-    (r"\[[\^!][\w-]{1,40}\](?::.*)?|^[ \t]*\[[^\]\n]{1,100}\]:.*$", ""),
-    (r"!\[([^\]]*)\]\([^()]*(?:\([^()]*\)[^()]*)?\)", r"\1"),
-    (r"\[([^\]]+)\](?:\([^()]*(?:\([^()]*\)[^()]*)?\)|\[[^\]\n]{0,100}\])", r"\1"),
-    (r"<?(?:https?|ftp)://[^\s<>)\]，。、！？；：）」』】]+(?<![.,:;!?])>?", " "),
-    (r"<!--(?s:.*?)-->|</?[a-zA-Z][^<>]*>", " "),
-    # Of a path only the last name, of a hash the first digits.
-    (r"(?<![\w/.:~€$£¥%°)])(?:~|\.\.?)?/(?:[\w.@+-]{1,99}/){0,30}([\w@+-][\w.@+-]{0,98})/?", r"\1"),
-    (r"(?<![\w/.:])(?:[\w.@+-]{1,99}/){1,30}([\w@+-]{1,90}\.[A-Za-z]\w{0,4})\b(?!/)", r"\1"),
-    (r"\b[A-Za-z]:\\(?:[^\\\s]{1,99}\\){0,30}([\w@+-][\w.@+-]{0,98})", r"\1"),
-    (r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b", r"\1"),
-    # A longer number is read out digit by digit, which is easier to follow in groups.
-    (r"(?<![\d.,])\d{13,40}(?![\d.,]\d)", lambda number: " ".join(re.findall(".{1,4}", number[0]))),
-    # A heading or an item is a sentence of its own.
-    (r"^([ \t>]*(?:#{1,6}|[-*+•]|\d{1,3}[.)])[ \t].*[\w)*`~])[ \t#]*$", r"\1."),
-    (r"^[ \t]*(?:#{1,6}[ \t]+|>[ \t]?|[-*+•][ \t]+(?:\[[ xX]\][ \t]+)?)+", ""),
-    # In the first line a number may be the answer.
-    (r"(?<=\n)[ \t]*\d{1,3}[.)][ \t]+", ""),
-    (r"(\*{2,3}|_{2,3}|~~|`+)(?=\S)(.{1,300}?)(?<=\S)\1", r"\2"),
-    (r"(?<![\w*])([*_])(?=\S)(.{1,300}?)(?<=\S)\1(?![\w*])", r"\2"),
-    # What is left of a pair, but no sign between numbers.
-    (r"`+|#{2,}|(?<!\S)\*+(?=\S)|(?<=\S)\*+(?!\S)", ""),
-    (r"\|+", " "),
-    # Inline formulas; a price is none.
-    (r"\$(?=[^$\n]{0,200}[\\^_{}])([^$\n]{1,200})\$|\\\((.{1,200}?)\\\)", r"\1\2"),
-    (r"\\[a-zA-Z]+|\\(?=[\W_])", " "),
-    # Pictures in the text and arrows, marks of direction and of no width.
-    (
-        "[\0-\x08\x0e-\x1f\x7f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff"
-        "\u2190-\u21ff\u2300-\u23ff\u2500-\u27bf\u2b00-\u2bff\ufe0f\u200d\u20e3"
-        "\U0001f000-\U0001faff\U000e0020-\U000e007f]+",
-        " ",
+# What is said for signs that mean something. Other pictures are decoration and go.
+_SIGN_WORDS = {
+    "OK": "✅✔✓☑🗹🆗👌", "not OK": "❌❎✖✕✘✗☒🗙", "thumbs up": "👍", "thumbs down": "👎",
+    "warning": "⚠", "alarm": "🚨", "forbidden": "⛔🚫🚷", "no smoking": "🚭", "no": "🙅", "stop": "🛑",
+    "important": "❗❕‼", "question": "❓❔⁉", "SOS": "🆘", "new": "🆕", "free": "🆓",
+    "radioactive": "☢", "biohazard": "☣", "poison": "☠",
+    "red": "🔴🟥", "orange": "🟠🟧", "yellow": "🟡🟨", "green": "🟢🟩", "blue": "🔵🟦",
+    "purple": "🟣🟪", "brown": "🟤🟫", "white": "⚪⬜", "black": "⚫⬛",
+    "open": "☐", "pending": "⏳⌛", "paused": "⏸", "stopped": "⏹", "skipped": "⏭", "again": "🔁🔄",
+    "locked": "🔒🔐", "unlocked": "🔓", "muted": "🔇🔕",
+    "sun": "☀🌞", "cloud": "☁", "partly cloudy": "⛅🌤🌥", "rain": "🌧🌦☔", "thunderstorm": "⛈🌩",
+    "snow": "❄🌨☃", "fog": "🌫", "storm": "🌪",
+    "up": "↑⬆▲🔺🔼↗📈", "down": "↓⬇▼🔻🔽↘📉", "to": "→⟶➔➜➡➝➞⇢↦⟼➙➛", "from": "←⟵⬅⇠",
+    "to and from": "↔⟷⇄⇆⬌", "leads to": "⇒⟹", "follows from": "⇐⟸", "if and only if": "⇔⟺",
+    "not to": "↛⇏",
+    "not equal to": "≠", "identical to": "≡", "not identical to": "≢", "about": "≈≃≅∼≒", "not about": "≉≄≇",
+    "less than or equal to": "≤≦⩽", "greater than or equal to": "≥≧⩾", "not less than": "≮",
+    "not greater than": "≯", "much less than": "≪", "much greater than": "≫",
+    "plus or minus": "±∓", "minus": "−➖", "plus": "➕", "times": "×⨯", "divided by": "÷➗",
+    "square root of": "√", "infinity": "∞♾", "empty set": "∅", "in": "∈", "not in": "∉", "not": "¬",
+    "and": "∧⋀", "or": "∨⋁", "for all": "∀", "there is": "∃", "there is no": "∄", "union": "∪",
+    "intersection": "∩", "subset of": "⊂⊆", "not a subset of": "⊄⊈", "sum": "∑", "product": "∏",
+    "integral": "∫", "partial": "∂", "nabla": "∇", "proportional to": "∝", "therefore": "∴",
+    "because": "∵",
+    "Command": "⌘", "Option": "⌥", "Shift": "⇧", "Control": "⌃", "Enter": "⏎↵", "Backspace": "⌫",
+    "Delete": "⌦", "Escape": "⎋", "Tab": "⇥",
+    "sharp": "♯", "flat": "♭", "natural": "♮", "female": "♀", "male": "♂", "heart": "❤♥",
+    "spades": "♠", "diamonds": "♦", "clubs": "♣", "ten": "🔟", "A": "🅰", "B": "🅱", "AB": "🆎", "O": "🅾",
+}  # fmt: skip
+_SIGNS = {sign: words for words, signs in _SIGN_WORDS.items() for sign in signs}
+# The same, typed on a keyboard or in LaTeX.
+_TYPED = {
+    "!=": "≠", "!==": "≠", "<>": "≠", "<=": "≤", ">=": "≥", "&&": "∧", "||": "∨", "+/-": "±", "+-": "±",
+}  # fmt: skip
+_LATEX = {
+    "ne": "≠", "neq": "≠", "le": "≤", "leq": "≤", "ge": "≥", "geq": "≥", "lt": "<", "gt": ">", "ll": "≪",
+    "gg": "≫", "times": "×", "cdot": "×", "div": "÷", "pm": "±", "mp": "±", "approx": "≈", "sim": "≈",
+    "equiv": "≡", "infty": "∞", "to": "→", "rightarrow": "→", "leftarrow": "←", "implies": "⇒",
+    "Rightarrow": "⇒", "iff": "⇔", "in": "∈", "notin": "∉", "neg": "¬", "lnot": "¬", "land": "∧",
+    "lor": "∨", "forall": "∀", "exists": "∃", "nexists": "∄", "emptyset": "∅", "cup": "∪", "cap": "∩",
+    "subset": "⊂", "subseteq": "⊆", "sum": "∑", "prod": "∏", "int": "∫", "sqrt": "√", "left": "",
+    "right": "", "quad": "", "qquad": "", "displaystyle": "", "limits": "",
+}  # fmt: skip
+
+# While Markdown is read, literal signs are Unicode's noncharacters, which no rule knows.
+_HELD = {ord(sign): 0xFDD0 + number for number, sign in enumerate(string.punctuation)}
+_HELD_IN_CODE = {sign: held for sign, held in _HELD.items() if chr(sign) in "*_~|$<>#[]()!&`"}
+_FREED = {held: sign for sign, held in _HELD.items()}
+# Stands for what is not said, until its place on the screen is told.
+_LEFT_OUT = "\ufffc"
+_SECRET = f"(left out){_LEFT_OUT}"
+
+# In a name of a file but for the dot. Words of scripts without spaces may stand right beside it.
+_NAME = rf"0-9A-Za-zÀ-ԯ_{chr(_HELD[ord('_')])}@+\-"
+_WITHIN = r"(?:[^\n]|\n(?!\n)){1,300}?"  # one paragraph
+_PICTURE = "[¬±×÷‼⁉\u2190-\u23ff\u2500-\u27ff\u2900-\u2bff\U0001f000-\U0001faff]"
+# A picture may be joined from several; the same one in a row is one.
+_PICTURES = rf"(?P<sign>[🇦-🇿]{{2}}|{_PICTURE}[🏻-🏿]?(?:\u200d{_PICTURE}[🏻-🏿]?)*)(?:[ \t]*(?P=sign))*"
+# Of a link, with a title at most: "[a](not b)" is none.
+_TARGET = r"""\([^\s()]*(?:\([^\s()]*\)[^\s()]*)?(?:\s+(?:"[^"()]*"|'[^'()]*'))?\s*\)"""
+_AMOUNT = r"(?=[ \t]?[-+−]?[\d.$€£¥∞])"
+_BLOCK_TAGS = (
+    "address article aside blockquote br caption center dd details div dl dt figcaption figure footer form"
+    " h1 h2 h3 h4 h5 h6 header hr li main nav ol p section summary tbody td tfoot th thead tr ul"
+)
+_INLINE_TAGS = (
+    "a abbr audio b big cite code em font i iframe img input ins kbd label mark picture q samp small source"
+    " span strong sub svg tt u var video wbr"
+)
+_TAGS = {
+    **dict.fromkeys(_BLOCK_TAGS.split(), "\n"),
+    **dict.fromkeys(_INLINE_TAGS.split(), ""),
+    **dict.fromkeys(("s", "del", "strike"), "~~"),
+    "sup": "^",
+}
+
+
+def _literal(found: re.Match[str]) -> str:
+    """What no later rule may read as Markdown: code, an escaped sign, a formula."""
+    if found["code"]:
+        return found["code"].strip(" ").translate(_HELD_IN_CODE)
+    if found["escaped"]:
+        return found["escaped"].translate(_HELD)
+    formula = next(filter(None, found.group("display", "brackets", "dollars", "parentheses")), "")
+    if len(formula) > 100 or "\\begin" in formula:
+        return f" a formula{_LEFT_OUT} "
+    return _formula(formula).translate(_HELD_IN_CODE)
+
+
+def _formula(latex: str) -> str:
+    text = re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1 over \2", latex)
+    text = re.sub(r"\\(?:text|mathrm|mathbf|mathit|operatorname)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\not[ \t]*=", "≠", text)
+    text = re.sub(r"\\([A-Za-z]+)", lambda command: f" {_LATEX.get(command[1], command[1])} ", text)
+    text = re.sub(r"\{(\w*)\}|\\[,;:! ]", r"\1", text)
+    return text.translate({ord("{"): "(", ord("}"): ")", ord("\\"): None})
+
+
+def _reference(found: re.Match[str]) -> str:
+    return found[1] if f"[{found[2] or found[1]}]:" in found.string else found[0]
+
+
+def _tag(found: re.Match[str]) -> str:
+    tag = found["tag"].lower()
+    # In "a<b>c" there is no tag; one in earnest is closed somewhere.
+    if tag not in _TAGS or (len(tag) == 1 and f"</{tag}>" not in found.string.lower()):
+        return found[0]
+    return "" if tag == "sup" and found["closing"] else _TAGS[tag]
+
+
+def _last_name(found: re.Match[str]) -> str:
+    """Of a path the last name, or all of it where another path of the text ends with the same."""
+    path, name, text = found[0].rstrip("/\\"), found[1], found.string
+    folder, end = path[: path.rindex(name) - 1], path[path.rindex(name) - 1 :]
+    if text.count(end) > text.count(path):
+        another = rf"(?<!{re.escape(folder)})" if folder else rf"(?<=[{_NAME}.~])"
+        if re.search(rf"{another}{re.escape(end)}(?![{_NAME}/\\]|\.\w)", text):
+            return found[0].translate(_HELD)
+    return name.translate(_HELD_IN_CODE)
+
+
+def _box(found: re.Match[str]) -> str:
+    word = "open" if found["box"] == " " else "done"
+    return word if found["before"] is None else f"{found['before']}{word}:"
+
+
+def _sentence(found: re.Match[str]) -> str:
+    """A heading or an item as a sentence of its own."""
+    text = found[2].rstrip()
+    if "#" in (found[1] or ""):
+        text = re.sub(r"(?:^|[ \t])#+$", "", text).rstrip()
+    ended = text.rstrip("\"'”’»)]")[-1:] in ".!?…:;,。！？：；，、؟۔।"  # An empty one has ended too.
+    return text if ended else f"{text}."
+
+
+def _typed_arrow(found: re.Match[str]) -> str:
+    return {"-": "→", "=": "⇒", "<-": "↔", "<=": "⇔"}[found[1] + found[2]]
+
+
+def _stars(found: re.Match[str]) -> str:
+    return f" {len(found[1])} of {len(found[0])} stars " if found[2] else f" {len(found[1])} stars "
+
+
+def _sign(found: re.Match[str], unknown: str = "") -> str:
+    """The words for a picture or a sign; nothing for decoration."""
+    sign = found["sign"]
+    words = _SIGNS.get(sign[0], "")
+    if "🇦" <= sign[0] <= "🇿":
+        words = "".join(chr(ord(letter) - ord("🇦") + ord("A")) for letter in sign)
+    elif not words and unicodedata.category(sign[0]) == "No":
+        words = f"{unicodedata.numeric(sign[0]):g}"
+    elif not words and unicodedata.category(sign[0]) == "Sm":
+        words = unicodedata.name(sign[0]).lower()
+    elif not words and unicodedata.category(sign[0]) not in ("So", "Sk", "Cn"):
+        words = sign
+    return f" {words or unknown} "
+
+
+def _named(found: re.Match[str]) -> str:
+    return _sign(found, unicodedata.name(found["sign"][0], "").lower())
+
+
+# How Markdown becomes words, in this order: a pattern, and what is said instead. No rule
+# takes out a letter or a sign that means something without words or _LEFT_OUT in its place.
+_RULES: dict[str, tuple[str, str | Callable[[re.Match[str]], str]]] = {
+    "no width": (
+        "[\u00ad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufdd0-\ufdef\ufe0e\ufe0f\ufeff\ufffc\u20e3"
+        "\U000e0020-\U000e007f]",
+        "",
     ),
-    # What stood before it may be gone.
-    (r"[ \t]+(?=[.,!?;](?:\s|$)|[。，、！？；：])", ""),
-]
+    "control": (r"[\0-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]+", " "),
+    "quote": (r"^[ \t]*(?:>(?![\d=])[ \t]?)+", ""),
+    "block of code": (_FENCED, _LEFT_OUT),
+    "row of a table": (r"^[ \t]*\|.*$", _LEFT_OUT),
+    # It has no outer bars; the line below its head tells.
+    "table": (r"^[^|\n]{1,200}\|.*\n[ \t]*:?-+:?[ \t]*\|[-:| \t]*$(?:\n.*\|.*$)*", _LEFT_OUT),
+    "block of HTML": (r"<(table|pre)\b[^<>]*>(?s:.*?)</\1>", _LEFT_OUT),
+    "comment": (r"<!--(?s:.*?)-->|<(script|style)\b[^<>]*>(?s:.*?)</\1>", " "),
+    "underlined heading": (r"^(?=.*\w)(.+)\n[ \t]{0,3}(?:=+|-{2,})[ \t\r]*$", r"# \1"),
+    "line across": (r"^[ \t]*(?:[-*_=|:][ \t]*){3,}$", " "),
+    "path of Windows": (
+        rf"(?:(?<!\w)[A-Za-z]:|(?<![\\\w])\\\\[\w.-]{{1,99}})\\(?:[^\\\s`]{{1,99}}\\){{0,30}}"
+        rf"([{_NAME}.]{{1,99}}(?<!\.))\\?",
+        _last_name,
+    ),
+    "literal": (
+        rf"(?P<ticks>`+)(?!`)(?P<code>{_WITHIN})(?<!`)(?P=ticks)(?!`)"
+        r"|\$\$(?P<display>[^$]{1,2000})\$\$|\\\[(?P<brackets>[^\]]{1,2000})\\\]"
+        # A price is no formula.
+        r"|\$(?=[^$\n]{0,200}[\\^_{}=<>]|[A-Za-z]\$)(?P<dollars>(?!\s)[^$\n]{1,200}(?<!\s))\$(?!\w)"
+        r"|\\\((?P<parentheses>.{1,200}?)\\\)"
+        r"|\\(?P<escaped>[!-/:-@\[-`{-~])",
+        _literal,
+    ),
+    "hard break": (r"\\$", ""),
+    "mark of a note": (r"\[\^[\w-]{1,40}\](?!:)", ""),
+    "note": (r"^[ \t]*\[\^[\w-]{1,40}\]:.*$", _LEFT_OUT),
+    "alert": (r"^[ \t]*\[!([A-Za-z]{1,40})\]", lambda found: f"{found[1].capitalize()}:"),
+    "image": (rf"!\[([^\]]*)\]{_TARGET}", lambda found: found[1] or _LEFT_OUT),
+    "link": (rf"\[([^\]]+)\]{_TARGET}", r"\1"),
+    "link by reference": (r"(?<!\w)\[([^\]\n]{1,300})\]\[([^\]\n]{0,100})\]", _reference),
+    "reference": (r"^[ \t]*\[[^\]\n]{1,100}\]:[ \t]*<?(?:\w{2,9}:|[./#])\S*[ \t]*(?:[\"'(].*)?$", ""),
+    "web address": (
+        r"<?(?<![A-Za-z])(?:https?|ftp)://(?:(?![<>)\]])[!-~À-ԯ•])+(?<![.,:;!?*_~'\"])>?",
+        f" a link{_LEFT_OUT} ",
+    ),
+    "image in HTML": (r"""<img\b[^<>]{0,300}?\balt=["']([^"'<>]*)["'][^<>]*>""", r"\1"),
+    "tag": (
+        r"<(?P<closing>/?)(?P<tag>[A-Za-z][A-Za-z0-9]{0,10})"
+        r"""(?:\s+[\w-]{1,40}\s*=\s*(?:"[^"<>]*"|'[^'<>]*'|[^\s"'<>]+)){0,20}\s*/?>""",
+        _tag,
+    ),
+    "struck out": (rf"~~(?=\S)({_WITHIN})(?<=\S)~~", r"(struck out: \1)"),
+    # But a power in a program is none: 2**8, n**2.
+    "bold": (rf"(?<![0-9A-Za-z)])(\*{{2,3}})(?=\S)({_WITHIN})(?<=\S)\1", r"\2"),
+    "bold inside a word": (r"(?<=[A-Za-z])\*\*(['’A-Za-z]{1,40})\*\*", r"\1"),
+    "bold by lines": (rf"(?<!\w)(_{{2,3}})(?=[^\s_])({_WITHIN})(?<=[^\s_])\1(?!\w)", r"\2"),
+    "slanted": (r"(?<![\w*])([*_])(?=\S)(.{1,300}?)(?<=\S)\1(?![\w*])", r"\2"),
+    "tick without its pair": (r"`+", ""),
+    # "and/or", "24/7" and "5 € /month" are none.
+    "path": (
+        rf"(?<![^\s(\[\"'“‘«„<=,])(?<![\d€$£¥%°][ \t])(?:[~{chr(_HELD[ord('~')])}]|\.\.?)?/(?!\d+\b)"
+        rf"(?:[{_NAME}.]{{1,99}}/){{0,30}}([{_NAME}.]{{1,99}}(?<!\.))/?",
+        _last_name,
+    ),
+    "path to a file": (
+        rf"(?<![{_NAME}./:])(?:\.?[{_NAME}]{{1,99}}(?:\.\d{{1,9}}){{0,9}}/){{1,30}}"
+        rf"([{_NAME}.]{{1,90}}\.[A-Za-z][A-Za-z0-9]{{0,4}})(?![{_NAME}/])",
+        _last_name,
+    ),
+    # Of a hash the first digits.
+    "hash": (r"\b(?=[a-f]*\d)(?=\d*[a-f])([0-9a-f]{6})[0-9a-f-]{10,}\b", r"\1"),
+    # A longer number is read out digit by digit, which is easier to follow in groups.
+    "number": (r"(?<![\d.,])\d{13,40}(?![\d.,]\d)", lambda found: " ".join(re.findall(".{1,4}", found[0]))),
+    "task": (
+        r"(?:^(?P<before>[ \t]*(?:(?:[-*+•]|\d{1,3}[.)])[ \t]+)*)|(?<![\w\])\[]))"
+        r"\[(?P<box>[ xX])\](?![\w(\[:])",
+        _box,
+    ),
+    "heading or item": (
+        r"^[ \t]*(?:((?:(?:#{1,6}|[-*+•])[ \t]+)+)|(?=\d{1,3}[.)][ \t]))(.*)$",
+        _sentence,
+    ),
+    "entity": (r"&(?:#\w{1,8}|[A-Za-z]\w{1,30});", lambda found: html.unescape(found[0])),
+    "literal again": ("[\ufdd0-\ufdef]+", lambda found: found[0].translate(_FREED)),
+    "letters of mathematics": (
+        "[\U0001d400-\U0001d7ff]+",
+        lambda found: unicodedata.normalize("NFKC", found[0]),
+    ),
+    "typed arrow": (r"(?<![-=<])(<?)([-=])[-=]{0,8}>", _typed_arrow),
+    "typed arrow back": (r"<-{1,9}(?=\s)", "←"),
+    "typed sign": (r"!==?|(?<=\s)<>(?=\s)|<=|>=|&&|\|\||\+/-|\+-(?=\d)", lambda found: _TYPED[found[0]]),
+    "equals": (r"(?<=[\w)] )={2,3}(?= [\w(])", "equals"),
+    "about": (r"(?<![\w~/])~(?=[ \t]?[\d$€£])", "≈"),
+    # "List<String>" and "Settings > Network" compare nothing.
+    "less": (
+        rf"<{_AMOUNT}|(?<=\S[ \t])<(?=[ \t])|(?<=[\w)])<(?=[\w(])(?![\w,.? ]{{0,60}}\w>)",
+        " less than ",
+    ),
+    "more": (rf">{_AMOUNT}|(?<=\b\w[ \t])>(?=[ \t]\w\b)", " greater than "),
+    "times": (r"(?<=\d)[ \t]*[✖✕][ \t]*(?=\d)", "×"),
+    "stars": (r"(?=[★⭐☆]{2})([★⭐]*)(☆*)", _stars),
+    "picture that says all": (rf"(?<=[:：])[ \t]*{_PICTURES}(?=[ \t]*[.,;]?[ \t]*$)", _named),
+    "picture": (_PICTURES, _sign),
+    # What stood before or inside may be gone.
+    "second end": (r"(?<=[.!?…:;,。！？：；，])[ \t]+\.$", ""),
+    "space": (r"[ \t]+(?=[.,!?;](?:\s|$)|[。，、！？；：)])|(?<=\()[ \t]+", ""),
+}
+_COMPILED = [(re.compile(pattern, re.M), instead) for pattern, instead in _RULES.values()]
 # From here on it is no answer in words: an error as a program prints it, or data.
 _RAW = re.compile(
     r"^(?:Traceback \(most recent|API call failed|Error code: \d|HTTP [45]\d\d(?:$|:| [A-Z])|Error: E[A-Z]{3}"
@@ -927,11 +1165,18 @@ _RAW = re.compile(
 
 def speakable(markdown: str) -> str:
     """Markdown as text for the ear: lines of plain words, no code, tables, links, secrets."""
-    text = mask(markdown).replace("•••", "")
-    for pattern, instead in _UNSPEAKABLE:
-        text = re.sub(pattern, instead, text, flags=re.M)
-    lines = (" ".join(line.split()) for line in html.unescape(text).split("\n"))
-    return "\n".join(filter(None, lines))
+    return _for_the_ear(markdown)[0]
+
+
+def _for_the_ear(markdown: str) -> tuple[str, bool]:
+    """The same, and whether something is left out that only the screen can tell."""
+    text = mask(markdown)
+    for pattern, instead in _COMPILED:
+        text = pattern.sub(instead, text)
+    # A secret may have been hidden from the first look by Markdown inside it.
+    text = mask(text).replace("•••", _SECRET)
+    lines = (" ".join(line.split()) for line in text.replace(_LEFT_OUT, "").split("\n"))
+    return "\n".join(filter(None, lines)), _LEFT_OUT in text
 
 
 # Up to the end of a sentence: closing punctuation before a space or the line's end, or
@@ -941,19 +1186,20 @@ _SENTENCE = re.compile(r".+?(?:[.!?…؟۔।]+[\"'”’)\]]*(?=\s|$)|[。！�
 _SHORTENED = re.compile(
     r"(?:^|[\s(])(?:\w|\w\.\s?\w|\d{1,2}|approx|bzw|ca|cf|Dr|etc|inkl|Mr|Mrs|Ms|Nr|No|Prof|St|usw|vs)\.$"
 )
+SHORTENED_CHARS = 12  # more than any of them
 
 
 def _first_sentences(text: str, most: int) -> tuple[list[str], bool]:
     """The sentences within `most` characters, at least one, and whether these are all."""
     sentences: list[str] = []
     for found in filter(None, (part.strip() for part in _SENTENCE.findall(text))):
-        if sentences and _SHORTENED.search(sentences[-1]):
+        if sentences and _SHORTENED.search(sentences[-1][-SHORTENED_CHARS:]):
             sentences[-1] += f" {found}"
         else:
             sentences.append(found)
     fitting = _fitting(sentences, most)
     if sentences and not fitting:
-        return [sentences[0][:most].rsplit(" ", 1)[0]], False
+        return [sentences[0][: _cut_within(sentences[0], most)]], False
     return sentences[:fitting], fitting == len(sentences)
 
 
@@ -972,18 +1218,35 @@ def pack_pieces(sentences: Iterable[str]) -> list[str]:
 def _short_parts(sentence: str) -> Iterator[str]:
     """The sentence, cut at spaces, or inside a word that is longer than a piece."""
     while len(sentence.encode()) > PIECE_BYTES:
-        head = sentence.encode()[:PIECE_BYTES].decode(errors="ignore")
-        cut = head.rfind(" ") if " " in head[1:] else len(head)
-        while cut > 1 and (_is_joined(sentence[cut]) or sentence[cut - 1] == "\u200d"):
-            cut -= 1
+        cut = _cut_within(sentence, len(sentence.encode()[:PIECE_BYTES].decode(errors="ignore")))
         yield sentence[:cut].strip()
         sentence = sentence[cut:].strip()
     yield sentence
 
 
-def _is_joined(character: str) -> bool:
-    """Whether it belongs to the character before it: accents, skin tones, joiners."""
-    return unicodedata.category(character)[0] == "M" or character == "\u200d" or "🏻" <= character <= "🏿"
+def _cut_within(sentence: str, most: int) -> int:
+    """Where a longer sentence is cut: at a space, else where no character is torn."""
+    cut = sentence.rfind(" ", 1, most)
+    if cut > 0:
+        return cut
+    cut = most
+    while cut > 1 and _is_joined(sentence[cut - 1], sentence[cut]):
+        cut -= 1
+    return cut
+
+
+def _is_joined(before: str, character: str) -> bool:
+    """Whether it is one with the character before it: accents, syllables, skin tones, joiners."""
+    return (
+        unicodedata.category(character)[0] == "M"
+        or character in "\u200c\u200d"
+        or "🏻" <= character <= "🏿"
+        or "\u1160" <= character <= "\u11ff"  # the later parts of a syllable of Hangul
+        or before == "\u200d"
+        or unicodedata.combining(before) == 9  # India's sign that the next consonant belongs to it
+        or "\u0e40" <= before <= "\u0e44"  # vowels that Thai and Lao write first
+        or "\u0ec0" <= before <= "\u0ec4"
+    )
 
 
 # Spoken approvals: the whole utterance, less politeness, must be one of these, with what is

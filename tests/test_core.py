@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import unicodedata
 from collections import deque
 from pathlib import Path
 
@@ -312,22 +313,22 @@ def test_masking_twice_changes_nothing_more(text):
     [
         ("## Done\nAll is well.", "Done.\nAll is well."),
         ("### Why? ###\n## **Done** ##", "Why?\nDone."),
-        ("Done\n====\nAll is well.", "Done\nAll is well."),
+        ("Done\n====\nAll is well.", "Done.\nAll is well."),
         ("#hashtag and C# and issue #42", "#hashtag and C# and issue #42"),
         ("- milk\n* bread\n+ eggs\n• tea", "milk.\nbread.\neggs.\ntea."),
         ("  - nested\n    - deeper", "nested.\ndeeper."),
-        ("- [ ] open\n- [x] done", "open.\ndone."),
+        ("- [ ] call Bob\n1. [x] pay", "open: call Bob.\n1. done: pay."),
         ("- Ready!\n- first,\n- `ls`", "Ready!\nfirst,\nls."),
-        ("You need:\n1. milk\n2) bread", "You need:\nmilk.\nbread."),
+        ("You need:\n1. milk\n2) bread", "You need:\n1. milk.\n2) bread."),
         ("42. That is the answer.", "42. That is the answer."),
         ("> quoted\n> - item", "quoted\nitem."),
-        ("> [!NOTE]\n> Careful.", "Careful."),
+        ("> [!NOTE]\n> Careful.", "Note:\nCareful."),
         ("-5 degrees, 3.14 and v2.0", "-5 degrees, 3.14 and v2.0"),
         ("one\n\n---\n***\n- - -\n\ntwo", "one\ntwo"),
         ("Costs:\n| a | b |\n|---|:-:|\n| 1 | 2 |\nThat is all.", "Costs:\nThat is all."),
         ("a | b\n--|--\n1 | 2\nNext.", "Next."),
         ("Dienst | Zustand\n:--- | ---:\nnginx | läuft\n\nDas war alles.", "Das war alles."),
-        ("this | that\nor so", "this that\nor so"),
+        ("this | that\nor so", "this | that\nor so"),
         ("Run this:\n```sh\nrm -rf /\n```\nand wait.", "Run this:\nand wait."),
         ("Run this:\n~~~\n```\nrm\n```\n~~~\nand wait.", "Run this:\nand wait."),
         ("````md\n```\nx\n```\n````\nafter", "after"),
@@ -336,26 +337,26 @@ def test_masking_twice_changes_nothing_more(text):
         ("```ls -l``` lists files.\nYes.", "ls -l lists files.\nYes."),
         ("Use `git pull` and ``ls -l``.", "Use git pull and ls -l."),
         ("an odd ` tick", "an odd tick"),
-        ("**bold**, *slanted*, ***both***, ~~gone~~", "bold, slanted, both, gone"),
+        ("**bold**, *slanted*, ***both***, ~~gone~~", "bold, slanted, both, (struck out: gone)"),
         ("__bold__, _slanted_, ___both___", "bold, slanted, both"),
         ("这是**重点**内容", "这是重点内容"),
         ("5*3=15, 2 * 3 = 6, 2**8 and a_b_c", "5*3=15, 2 * 3 = 6, 2**8 and a_b_c"),
-        ("**half bold", "half bold"),
+        ("**half bold", "**half bold"),
         ("[the page](https://example.org/a_b) says", "the page says"),
+        ("[the page](https://e.org 'Its title') and [a](not b)", "the page and [a](not b)"),
         ("[Rust](https://example.org/a_(b)) is", "Rust is"),
         ("![a cat](cat.png) sits", "a cat sits"),
         ("[![logo](l.png)](https://example.org)", "logo"),
-        ("See https://example.org/a?b=c#d.", "See."),
-        ("See <https://example.org>, please.", "See, please."),
-        ("请看https://example.org/页。谢谢！", "请看。谢谢！"),
-        ("See (ftp://example.org/a) now", "See ( ) now"),
-        ("<b>bold</b> and <br/> gone, 1 < 2 > 0", "bold and gone, 1 < 2 > 0"),
-        ("The key is sk-a1B2a1B2a1B2a1B2.", "The key is."),
-        ("The password is hunter2xyz.", "The password is"),
+        ("See https://example.org/a?b=c#d.", "See a link."),
+        ("See <https://example.org>, please.", "See a link, please."),
+        ("请看https://example.org/a谢谢！", "请看 a link 谢谢！"),
+        ("See (ftp://example.org/a) now", "See (a link) now"),
+        ("<b>bold</b> and <br/> gone, 1 < 2 > 0", "bold and\ngone, 1 less than 2 greater than 0"),
+        ("The key is sk-a1B2a1B2a1B2a1B2.", "The key is (left out)."),
+        ("The password is hunter2xyz.", "The password is (left out)"),
         ("\u200b\u2067bell\a\u2069", "bell"),
-        ("Family 👩‍👩‍👧‍👦 and flag 🇩🇪 ✅, 1️⃣ 👍🏽 ok", "Family and flag, 1 ok"),
+        ("Family 👩‍👩‍👧‍👦 and flag 🇩🇪 ✅, 1️⃣ 👍🏽 ok", "Family and flag DE OK, 1 thumbs up ok"),
         ("Fertig 🎉.", "Fertig."),
-        ("A → B", "A B"),
         ("Look into `/var/log/nginx/access.log` now", "Look into access.log now"),
         ("in ~/projects/my-app/ and ./run.sh, /etc", "in my-app and run.sh, etc"),
         (r"It is C:\Users\me\notes.txt.", "It is notes.txt."),
@@ -370,8 +371,11 @@ def test_masking_twice_changes_nothing_more(text):
         ("before<!-- a note --> after", "before after"),
         ("It grew.[^1]\n[^1]: Source: the log.", "It grew."),
         ("[the page][1] says\n[1]: https://example.org", "the page says"),
-        ("$$\\int_0^1 x dx$$\nis a half, $a_1$ too, for $5 or $6", "is a half, a_1 too, for $5 or $6"),
-        (r"the area \(\pi r^2\)", "the area r^2"),
+        (
+            "$$\\int_0^1 x dx$$\nis a half, $a_1$ too, for $5 or $6",
+            "integral _0^1 x dx\nis a half, a_1 too, for $5 or $6",
+        ),
+        (r"the area \(\pi r^2\)", "the area pi r^2"),
         ("“Quoted,” she said: «oui».", "“Quoted,” she said: «oui»."),
         ("안녕하세요. 반갑습니다!", "안녕하세요. 반갑습니다!"),
         ("Straße, Größe, naïve", "Straße, Größe, naïve"),
@@ -383,6 +387,135 @@ def test_masking_twice_changes_nothing_more(text):
 )
 def test_markdown_becomes_words(markdown, spoken):
     assert speakable(markdown) == spoken
+
+
+@pytest.mark.parametrize(
+    ("markdown", "spoken"),
+    [
+        # escaped signs and code are literal
+        (r"The backup is \*not\* complete.", "The backup is *not* complete."),
+        (
+            r"\# a, \- b, 1\. c, \~\~d\~\~, \`e\`, \\, 5 \> 3",
+            r"# a, - b, 1. c, ~~d~~, `e`, \, 5 greater than 3",
+        ),
+        ("`*args`, `__init__`, `$HOME`, `<b>`, `&lt;`", "*args, __init__, $HOME, <b>, &lt;"),
+        ("*args, **kwargs, snake_case, 5 * 3, x_1, *.py", "*args, **kwargs, snake_case, 5 * 3, x_1, *.py"),
+        ("2**8 and 3**2, n**2 + m**k", "2**8 and 3**2, n**2 + m**k"),
+        ("$PATH, $MY_VAR and $HOME, 50 $, $5_000 and $6", "$PATH, $MY_VAR and $HOME, 50 $, $5_000 and $6"),
+        ("v1.2.3, #1, C#, C++, 3–5, ½, x², 5%, -5, 10⁻³", "v1.2.3, #1, C#, C++, 3–5, ½, x², 5%, -5, 10⁻³"),
+        ("## About C#\n- C#\n* F# #", "About C#.\nC#.\nF# #."),
+        ("The answer is\\\nnot safe", "The answer is\nnot safe"),
+        ("Our days:\n3. Mai, not\n4. Mai", "Our days:\n3. Mai, not.\n4. Mai."),
+        # a no stays a no, wherever it stands
+        ("**not** _not_ ***not*** [not](a) [not][b] `not`\n\n[b]: http://c", "not not not not not not"),
+        ("**is**n't, isn**'t**, (not), “not”, not!", "isn't, isn't, (not), “not”, not!"),
+        ("**The backup\nis not** done", "The backup\nis not done"),
+        ("It is <b>not</b> sa<i>f</i>e", "It is not safe"),
+        ("It is ~~not~~ safe", "It is (struck out: not) safe"),
+        ("Now ~~$20~~ $15", "Now (struck out: $20) $15"),
+        ("<del>no</del> <s>1</s> ok", "(struck out: no) (struck out: 1) ok"),
+        # signs
+        ("Tests ✅, lint ❌", "Tests OK, lint not OK"),
+        ("It is ❌ safe", "It is not OK safe"),
+        ("- Tests ✔️\n- Lint ✘\n- Docs ☑", "Tests OK.\nLint not OK.\nDocs OK."),
+        (
+            "🟢 web 🔴 mail ⚠️ disk 🚫 smoke 👎🏿",
+            "green web red mail warning disk forbidden smoke thumbs down",
+        ),
+        ("✅✅ ✅ great ❌❌", "OK great not OK"),
+        ("Mood 😞, Monday: 🌧\nSky: 🌌", "Mood, Monday: rain\nSky: milky way"),
+        ("- Ready! 🎉\n🚀 Deployed 🎊.", "Ready!\nDeployed."),
+        ("★★★☆☆, ⭐⭐ and ⭐", "3 of 5 stars, 2 stars and"),
+        ("❶ one 🔟 F♯ ⌘C 🇫🇷🇩🇪 ♥", "1 one ten F sharp Command C FR DE heart"),
+        ("A → B ← C ↔ D ⇒ E ↑ 5 ↓ 6", "A to B from C to and from D leads to E up 5 down 6"),
+        ("A->B --> C => D <-> E <- F", "A to B to C leads to D to and from E from F"),
+        ("a≠b, a != b, a !== b, a <> b", ", ".join(["a not equal to b"] * 4)),
+        ("≤5, <=5", "less than or equal to 5, less than or equal to 5"),
+        ("x≥5, x >= 5", "x greater than or equal to 5, x greater than or equal to 5"),
+        (
+            "±1, +/-2, 8÷2, √2, ∞",
+            "plus or minus 1, plus or minus 2, 8 divided by 2, square root of 2, infinity",
+        ),
+        ("3×4, 3 ✖ 4, ∅, x∈S, x∉S, −5", "3 times 4, 3 times 4, empty set, x in S, x not in S, minus 5"),
+        ("<5 ms, > 90 %, a < b > c", "less than 5 ms, greater than 90 %, a less than b greater than c"),
+        ("x<y, x > y, a ⊕ b", "x less than y, x greater than y, a circled plus b"),
+        (">5 GB\n- > 6 GB", "greater than 5 GB\ngreater than 6 GB."),
+        ("~5 min, a == b, a && b || c", "about 5 min, a equals b, a and b or c"),
+        ("&ne; &#10060; AT&T, fish&notchips", "not equal to not OK AT&T, fish&notchips"),
+        ("𝐧𝐨𝐭 𝟓", "not 5"),
+        # what only looks like markup
+        ("<name>, List<String>, <not>, a<b>c, <me@a.org>", "<name>, List<String>, <not>, a<b>c, <me@a.org>"),
+        ("if a <b and c> d, Settings > Network > Wi-Fi", "if a <b and c> d, Settings > Network > Wi-Fi"),
+        ("10<sup>6</sup> H<sub>2</sub>O", "10^6 H2O"),
+        ("Backup [x], restore [ ]", "Backup done, restore open"),
+        ("m[0][1], f[x], [1], [Alice]: I did not.", "m[0][1], f[x], [1], [Alice]: I did not."),
+        (r"CORP\alice, \n, C:\Users", r"CORP\alice, \n, Users"),
+        (r"\\nas\share\a_b.txt and `D:\x\y z`", "a_b.txt and y z"),
+        ("yes/no.Please, Node.js/Vue.js, 5 € /day, 1 /2", "yes/no.Please, Node.js/Vue.js, 5 € /day, 1 /2"),
+        ("他不在src/main.py里", "他不在main.py里"),
+        ("/home/a/data to /backup/a/data, /x/y.z", "/home/a/data to /backup/a/data, y.z"),
+        (r"C:\a\x.txt to D:\a\x.txt", r"C:\a\x.txt to D:\a\x.txt"),
+        ("`a/my_x.py` not `b/my_x.py`", "a/my_x.py not b/my_x.py"),
+        # formulas
+        (
+            r"$x \neq 5$, \(a \leq \text{no}\), \[b\], $n$",
+            "x not equal to 5, a less than or equal to no, b, n",
+        ),
+        (r"$$x \not= \frac{1}{2}$$ $2^{n+1}$ \neq", r"x not equal to 1 over 2 2^(n+1) \neq"),
+        # letters that are joined
+        ("क्\u200dष नहीं, می\u200cخواهم نه", "क्\u200dष नहीं, می\u200cخواهم نه"),
+        ("un\u00adsafe, un\u200bsafe, un\u2060safe", "unsafe, unsafe, unsafe"),
+        # a secret that Markdown hid
+        (r"It is sk\-a1B2a1B2a1B2a1B2 now", "It is (left out) now"),
+    ],
+)
+def test_what_is_taken_out_for_the_ear_never_changes_the_meaning(markdown, spoken):
+    assert speakable(markdown) == spoken
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("Here.\n```\nls\n```\nMore.", "Here. More."),
+        ("Costs.\n| a |\n|---|\n| 1 |", "Costs."),
+        ("Costs.\n\na | b\n--|--\n1 | 2", "Costs."),
+        ("Costs.\n<table><tr><td>1</td></tr></table>", "Costs."),
+        ("It is at https://example.org.", "It is at a link."),
+        ("It grew.[^1]\n[^1]: But not here.", "It grew."),
+        ("The chart: ![](chart.png) is new.", "The chart: is new."),
+        (r"It is $$\begin{matrix} 1 \end{matrix}$$.", "It is a formula."),
+        ("The password is hunter2xyz now.", "The password is (left out) now."),
+    ],
+)
+def test_what_is_not_said_is_told_to_be_on_the_screen(output, said):
+    assert split_answer(output)[0] == [f"{said} The rest is on your screen."]
+
+
+@pytest.mark.parametrize("block", [(0x2190, 0x2200), (0x2200, 0x2300), (0x2A00, 0x2B00), (0x27F0, 0x2800)])
+def test_no_mathematical_sign_is_silent(block):
+    for sign in map(chr, range(*block)):
+        if unicodedata.category(sign) == "Sm":
+            assert re.fullmatch(r"a [\w(][\w (),-]+ b", speakable(f"a {sign} b")), sign
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("Summary\n---\nIt is not done.\n\n---\n| a |", "Summary. It is not done."),
+        ("All is well.\n\nDetails\r\n---\r\nIt grew.", "All is well. Details. It grew."),
+        ("Summary\n---\n\nDetails\n---\nNot yet.", "Summary. Details. Not yet."),
+        ("# Summary\n\n---\n\nIt is not done.\n\n---\nTo read.", "Summary. It is not done."),
+        ("All is well.\n---\nTo read.", "All is well."),
+        ("All is\nwell\n---\nTo read.", "All is well"),
+        ("- milk\n---\nTo read.", "milk."),
+        ("Which one?\n---\nTo read.", "Which one?"),
+        ("全部正常。\n---\nTo read.", "全部正常。"),
+        ("Well\n\n---\nTo read.", "Well"),
+        (f"{'It is a long line ' * 6}\n---\nTo read.", f"{'It is a long line ' * 6}".strip()),
+    ],
+)
+def test_a_line_below_a_heading_is_not_the_end_of_the_spoken_part(output, said):
+    assert split_answer(output)[0] == [said]
 
 
 @pytest.mark.parametrize(
@@ -427,7 +560,7 @@ def test_a_rule_inside_code_does_not_split(fence):
 
     said, shown = split_answer(output)
 
-    assert said == ["Here. More."]
+    assert said == ["Here. More. The rest is on your screen."]
     assert shown.startswith(f"Here.\n{fence}\na: 1\n---\nb: 2\n{close}\nMore.\n\nThe rest.")
 
 
@@ -437,13 +570,13 @@ def test_another_kind_of_fence_does_not_end_code(inner):
 
     said, _ = split_answer(f"Here.\n{outer}\n{inner}\n---\n{outer}\nMore.")
 
-    assert said == ["Here. More."]
+    assert said == ["Here. More. The rest is on your screen."]
 
 
 def test_code_that_is_never_closed_is_not_spoken():
     said, shown = split_answer("Here.\n```\ncode\n---\nmore code")
 
-    assert said == ["Here."]
+    assert said == ["Here. The rest is on your screen."]
     assert shown == "Here.\n```\ncode\n---\nmore code"
 
 
@@ -464,6 +597,14 @@ def test_one_endless_sentence_is_cut_at_a_word():
     assert set(words) == {"lorem"}
 
 
+def test_one_endless_word_is_cut_where_no_syllable_is_torn():
+    said, _ = split_answer("नहीं" * 400)
+
+    letters = "".join("".join(said).removesuffix("The rest is on your screen.").split())
+    assert unicodedata.category(letters[-1]) == "Mn"
+    assert len(letters) > SAY_CHARS - 4
+
+
 def test_what_comes_after_very_much_markdown_is_on_the_screen():
     said, _ = split_answer("Short.\n" + "```\nx\n```\n" * SPOKEN_CHARS + "Unheard.")
 
@@ -479,9 +620,14 @@ def test_a_huge_answer_is_shown_in_part():
 
 @pytest.mark.parametrize(
     "unit",
-    "[|![|[a](|[^a|<a|<!--|`|*|*a |__a |~~a |```\n|- |> |eyJ-|--|a.|a/|/a|./|$a|$$|\\(|1a|12|https://".split(
-        "|"
-    ),
+    [
+        *"[|![|[a](|[^a|<a|<!--|`|*|*a |__a |~~a |```\n|- |> |eyJ-|--|a.|a/|/a|./|$a|$$|\\(|1a|12".split("|"),
+        *"https://|\\[|<b |<a b='|~~a|✅|✅ |->|=|a\n---\n\n|a\n---\n|\n\nab|\\\\a\\|C:\\a\\|[a][b] ".split(
+            "|"
+        ),
+        *"👩\u200d|: 😞|/a /a |/a/b /c/b |a/b.c c/b.c |1. |# a #|# a\n|a\n=\n|<table>|<img alt=".split("|"),
+        *"★|☆|$\\frac{|&a| .|No. |🇩|- [".split("|"),
+    ],
 )
 def test_no_markdown_takes_long_to_read(unit):
     """A pattern that needs a second for these needs an hour for an answer's 4 MB."""
@@ -504,6 +650,11 @@ def test_no_markdown_takes_long_to_read(unit):
         (["👍🏽" * 51], ["👍🏽" * 50, "👍🏽"]),
         (["👩‍👩‍👧‍👦" * 17], ["👩‍👩‍👧‍👦" * 16, "👩‍👩‍👧‍👦"]),
         (["x" + "e\u0301" * 134], ["x" + "e\u0301" * 133, "e\u0301"]),
+        (["क्\u200dष" * 34], ["क्\u200dष" * 33, "क्\u200dष"]),
+        (["xक्ष" * 41], ["xक्ष" * 40, "xक्ष"]),
+        (["x" + "می\u200c" * 58], ["x" + "می\u200c" * 57, "می\u200c"]),
+        (["x" + "เก" * 67], ["x" + "เก" * 66, "เก"]),
+        (["\u1112\u1161\u11ab" * 45], ["\u1112\u1161\u11ab" * 44, "\u1112\u1161\u11ab"]),
     ],
 )
 def test_sentences_are_packed_into_few_pieces(sentences, pieces):
@@ -535,6 +686,76 @@ def test_pieces_are_short_and_lose_no_word(sentences):
 
     assert all(len(piece.encode()) <= PIECE_BYTES for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join("".join(sentences).split())
+
+
+# Words of several scripts, with marks, joiners and syllables of more than one character.
+LETTERS = (
+    *("a", "é", "n\u0303", "ß", "İ", "ж", "ng", "not"),
+    *("न", "हीं", "क्\u200dष", "र्\u200dय", "ไม่", "เก่า", "න්\u200dද"),
+    *("لا", "می\u200cش", "ة", "안", "\u1112\u1161\u11ab", "不", "は", "ない"),
+)
+WORDS = st.lists(st.sampled_from(LETTERS), min_size=1, max_size=5).map("".join)
+BETWEEN = st.sampled_from(
+    [" ", ", ", ". ", "! ", " 🎉 ", " ✅ ", "\n", " – ", "; ", ": ", " (", ") ", " 👩‍👩‍👧 "]
+)
+PROSE = st.lists(st.tuples(WORDS, BETWEEN), min_size=1, max_size=20)
+
+
+@given(PROSE)
+@patient
+def test_the_words_of_plain_prose_survive_in_their_order(prose):
+    once = speakable("".join(itertools.chain.from_iterable(prose)))
+
+    spoken = [word for word in re.split(r"[\s,.!:;()–]+", once) if word and word != "OK"]
+    assert spoken == [word for word, _ in prose]
+    assert speakable(once) == once
+
+
+def is_within(letters, text):
+    """Whether all of the letters stand in the text in this order, whatever stands between them."""
+    remaining = iter(text)
+    return all(letter in remaining for letter in letters)
+
+
+SIGNS = (
+    "*",
+    "**",
+    "_",
+    "__",
+    "~",
+    "~~",
+    "`",
+    "\\",
+    "|",
+    "$",
+    "#",
+    "[",
+    "]",
+    "!",
+    "-",
+    "+",
+    "=",
+    ">",
+    "&",
+    ";",
+)
+NOISE = st.sampled_from([*SIGNS, " ", " ", "\n", "\n- ", "5", "→", "❌", "\u200b", "≠", "🎉"])
+
+
+@given(st.lists(st.one_of(WORDS, NOISE), max_size=60).map("".join))
+@settings(patient, max_examples=400)
+def test_no_markdown_takes_a_letter_away_without_a_word_about_it(markdown):
+    said, shown = split_answer(markdown)
+
+    letters = [letter for letter in markdown if letter.isalpha() or letter == "5"]
+    told = "on your screen." in said[-1] or shown != markdown.strip()
+    assert told or is_within(letters, " ".join(said))
+
+
+@given(st.lists(st.one_of(WORDS, NOISE), max_size=60).map("".join))
+@patient
+def test_words_for_signs_are_bounded(markdown):
+    assert len(speakable(markdown)) <= 40 * len(markdown) + 100
 
 
 MARKUP = st.sampled_from(
