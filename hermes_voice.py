@@ -1380,6 +1380,8 @@ def has_request(heard: str, read: Callable[[str], str | None]) -> bool:
 
 # One event holds at most an answer; the longest seen was 300 kB.
 EVENT_LIMIT = 4 << 20  # bytes
+# With so many events of one run that make no sense, the rest is not Hermes's either.
+SKIPPED_LIMIT = 100
 UPDATES_LIMIT = 500  # kept per run for pages that come back
 SEQ_JUMP = 1_000_000  # past the numbers an earlier process gave out and did not write down
 STEPS_LIMIT = 200  # finished tool calls kept for a request that replaces a stopped one
@@ -1418,6 +1420,9 @@ TOOL_LABELS = {
 # Hermes's notices for an empty answer, in the releases with and without translations.
 _NO_ANSWER = re.compile(r"\s*(?:⚠️?\s*No reply|(?:explainer\.\w+|\(empty\))\s*$)")
 
+IN_PART = "Hermes has finished, but a part of its answer did not arrive."
+WHAT_CAME = "What came of the answer is on your screen."
+
 # What went wrong inside Hermes: a pattern of its error text, our code, words for a person.
 RUN_FAILURES = [
     (r"HTTP 40[13]|invalid.api.key|unauthori[sz]ed", "model_key_refused",
@@ -1440,31 +1445,40 @@ class SSEDecoder:
         self._partial: list[bytes] = []  # of the line that has not ended
         self._data: list[bytes] = []  # of the event that has not ended
         self._size = 0  # of both
+        self._skipping = False  # it is too long
 
-    def feed(self, chunk: bytes) -> Iterator[str]:
-        """The data of the events that end in this chunk. Raise Garbled where one is too long."""
+    def feed(self, chunk: bytes) -> Iterator[str | None]:
+        """The data of the events that end in this chunk, None for each that is too long.
+
+        One without an end counts again whenever as much of it has come.
+        """
         first, *others = chunk.split(b"\n")
-        self._add(first)
+        yield from self._add(first)
         for after in others:
             yield from self._end_line()
-            self._add(after)
+            yield from self._add(after)
 
-    def _add(self, part: bytes) -> None:
+    def _add(self, part: bytes) -> Iterator[None]:
         self._partial.append(part)
         self._size += len(part)
-        if self._size > EVENT_LIMIT:
-            raise Garbled("Hermes sent an event that is too long", detail=f"{self._size} bytes")
+        while self._size > EVENT_LIMIT:
+            self._skipping = True
+            self._size -= EVENT_LIMIT
+            self._data.clear()
+            yield None
+        if self._skipping:  # All that matters of a line is whether it is empty.
+            self._partial = [b"".join(self._partial)[:2]]
 
     def _end_line(self) -> Iterator[str]:
         line = b"".join(self._partial).removesuffix(b"\r")
         self._partial.clear()
-        if line.startswith(b"data:"):
-            self._data.append(line[5:].removeprefix(b" "))
-        elif not line:
+        if not line:
             if self._data:
                 yield b"\n".join(self._data).decode(errors="replace")
             self._data.clear()
-            self._size = 0
+            self._size, self._skipping = 0, False
+        elif line.startswith(b"data:"):
+            self._data.append(line[5:].removeprefix(b" "))
 
 
 @dataclass
@@ -1497,33 +1511,44 @@ class RunStream:
         self.steps: list[str] = []  # finished tool calls, for people and for a replacement
         self.rounds = 0  # tool calls finished; after each the agent reads what it was handed
         self.unread = ""  # what it was handed and did not read, by its own account
+        self.skipped = 0  # events that made no sense
+        self.skipped_at = float("-inf")  # monotonic seconds, of the newest of them
+        self._written: list[str] = []  # by the model since the last tool, from its beginning
+        self._written_chars = 0
+        self._has_gap = False  # a part of that may be missing
         self._decoder = SSEDecoder()
         self._asked: list[str] = []  # ids of all questions so far
         self._previews: dict[str, str] = {}  # of the tools that run, by name
         self._helpers: set[str] = set()  # child agents that work
 
     def feed(self, chunk: bytes, now: float) -> Iterator[Json]:
-        """Read a chunk of the event stream. Raise Garbled where it makes no sense.
+        """Read a chunk of the event stream, one update after the other.
 
-        What comes before that place is not lost with it: the updates come one by one.
+        An event that makes no sense is skipped. Raise Garbled after too many of them.
         """
         for data in self._decoder.feed(chunk):
             if self.ended:
                 return
-            try:
-                event = json.loads(data)
-                name = event["event"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                raise Garbled(
-                    "Hermes sent an event that makes no sense", detail=f"{len(data)} characters"
-                ) from None
+            event = _event(data)
+            if event is None:
+                self.skip(now)
+                continue
             self.heard_at = now
-            yield from self._read(name, event, now)
+            yield from self._read(event["event"], event, now)
+
+    def skip(self, now: float) -> None:
+        """Count an event that makes no sense."""
+        self.skipped += 1
+        self.skipped_at = now
+        self.miss()
+        if self.skipped >= SKIPPED_LIMIT:
+            raise Garbled("Hermes sent events that make no sense", detail=f"{self.skipped} events")
 
     def settle(self, status: Json, now: float, streaming: bool) -> list[Json]:
         """Read a status document, which decides. `streaming`: events still arrive too."""
         state = status.get("status")
         if isinstance(state, str) and state in FINISH_REASONS:
+            self.miss()  # The events did not come to their end.
             self.rounds += 1  # There may have been some that were not heard of.
             return self._read(f"run.{state}", status, now)
         question = status.get("approval")
@@ -1558,18 +1583,35 @@ class RunStream:
             return []
         return [{"type": "approval_closed", "request_id": closed.request_id, "reason": reason}]
 
-    def _read(self, name: object, event: Json, now: float) -> list[Json]:
-        reader = RUN_UPDATES.get(name) if isinstance(name, str) else None
+    def miss(self) -> None:
+        """Something did not arrive. It may have been a part of the answer."""
+        self._has_gap = True
+
+    def write(self, text: str) -> None:
+        """The model has written on."""
+        if text and self._written_chars <= SHOW_CHARS:
+            self._written.append(text)
+            self._written_chars += len(text)
+
+    def write_anew(self) -> None:
+        """What the model wrote so far was said before a tool and is no answer."""
+        self._written.clear()
+        self._written_chars = 0
+        self._has_gap = False
+
+    def _read(self, name: str, event: Json, now: float) -> list[Json]:
+        reader = RUN_UPDATES.get(name)
         return reader(self, event, now) if reader and not self.ended else []
 
     def _end(self, finish_reason: str, output: str, code: str, message: str, usage: object) -> list[Json]:
         if self.ended:
             return []
         updates = self.close_question("run_ended")
-        output = "" if _NO_ANSWER.match(output) else output
-        say, show = split_answer(output)
-        if not show:
-            say, show = pack_pieces([message]), message
+        # What was streamed is not masked by Hermes; after a stop nobody asks for it.
+        written = "" if finish_reason == "cancelled" else _answer(mask("".join(self._written).strip()))
+        is_whole = finish_reason == "stop" and not self._has_gap
+        output = _answer(output) or (written if is_whole else "")
+        say, show = split_answer(output) if output else self._without_output(finish_reason, written, message)
         if self._helpers and finish_reason == "stop":
             note = "A helper that Hermes started is still working on a part of this."
             say, show = [*say, note], f"{show}\n\n*{note}*"
@@ -1579,9 +1621,33 @@ class RunStream:
         if code:
             done["error"] = {"code": code, "message": message}
         if isinstance(usage, dict):
-            done["usage"] = usage
+            done["usage"] = {key: count for key, count in usage.items() if isinstance(count, int)}
         self.ended = True  # Last, so that a run whose end cannot be read can still be given up.
         return [*updates, done]
+
+    def _without_output(self, finish_reason: str, written: str, message: str) -> tuple[list[str], str]:
+        """What is said and shown of a run that gave no answer, or only a part of one."""
+        if not written:
+            return pack_pieces([message]), message
+        message = IN_PART if finish_reason == "stop" else message
+        if self._has_gap:
+            # Without the missing words the others may say the opposite.
+            return pack_pieces([message, WHAT_CAME]), f"{message}\n\n{written}"
+        say, show = split_answer(written)
+        return [*say, *pack_pieces([message])], f"{show}\n\n*{message}*"
+
+
+def _answer(text: str) -> str:
+    return "" if _NO_ANSWER.match(text) else text
+
+
+def _event(data: str | None) -> Json | None:
+    """The event that some data hold, None if they hold none."""
+    try:
+        event = json.loads(data or "")
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
 
 
 def _words(event: Json, key: str, limit: int = PREVIEW_CHARS) -> str:
@@ -1603,6 +1669,7 @@ def _bound_id(question: Json) -> str | None:
 
 
 def _tool(status: str, stream: RunStream, event: Json, now: float) -> list[Json]:
+    stream.write_anew()
     tool = _words(event, "tool", 80) or "tool"
     label = TOOL_LABELS.get(tool, f"using {tool.replace('_', ' ')}")
     updates = []
@@ -1624,6 +1691,8 @@ def _tool(status: str, stream: RunStream, event: Json, now: float) -> list[Json]
 
 def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
     bound = _bound_id(event)
+    if bound in stream._asked:
+        return []  # The status told it before the event came.
     stream._asked.append(bound or f"q{len(stream._asked)}")
     if stream.stop_asked:
         return []
@@ -1661,7 +1730,21 @@ def _approval_responded(stream: RunStream, event: Json, now: float) -> list[Json
     return stream.close_question("answered")
 
 
+def _delta(stream: RunStream, event: Json, now: float) -> list[Json]:
+    if isinstance(event.get("delta"), str):
+        stream.write(_string(event, "delta"))
+    else:
+        stream.skip(now)
+    return []
+
+
+def _missed(stream: RunStream, event: Json, now: float) -> list[Json]:
+    stream.miss()
+    return []
+
+
 def _interim(stream: RunStream, event: Json, now: float) -> list[Json]:
+    stream.write_anew()
     text = " ".join(speakable(_words(event, "text", 1000)).split())
     return [{"type": "progress", "text": text}] if text else []
 
@@ -1687,7 +1770,7 @@ FINISH_REASONS = {
 
 def _ended(state: str, stream: RunStream, event: Json, now: float) -> list[Json]:
     stream.unread, output = _string(event, "pending_steer"), _string(event, "output").strip()
-    code, message = _ending_words(state, output, str(event.get("error") or ""))
+    code, message = _ending_words(state, output, _string(event, "error"))
     return stream._end(FINISH_REASONS[state], output, code, message, event.get("usage"))
 
 
@@ -1710,7 +1793,9 @@ def _ending_words(state: str, output: str, error: str) -> tuple[str, str]:
 RUN_UPDATES: dict[str, Callable[[RunStream, Json, float], list[Json]]] = {
     "tool.started": partial(_tool, "running"),
     "tool.completed": partial(_tool, "completed"),
+    "message.delta": _delta,
     "message.interim": _interim,
+    "replay.truncated": _missed,
     "run.steered": lambda stream, event, now: [{"type": "steered"}],
     "approval.request": _approval_request,
     "approval.responded": _approval_responded,
@@ -3344,20 +3429,22 @@ def follow_run(app: App, run: Run) -> None:
             try:
                 app.publish(run, run.stream.feed(chunk, app.clock()))
             except Garbled as error:
-                log_event("run.garbled", logging.WARNING, run=run.id, detail=error.detail)
+                log_event("run.unheard", logging.WARNING, run=run.id, detail=error.detail)
                 events.close()
                 events, inbox = None, queue.SimpleQueue()
         if run.final or (events and time_to_look(app, run, looked_at) > 0):
             if run.stream.heard_at > looked_at:
                 away_since = report_absence(app, run, True, away_since)
             continue
-        answered = look_up(app, run, streaming=events is not None)
+        answered = look_up(app, run, streaming=events is not None and not run.stream.skipped)
         looked_at = app.clock()
         back = answered and away_since is not None
         wait = app.waits.first if events or back else min(wait * 1.5, app.waits.slowest)
         away_since = report_absence(app, run, answered, away_since)
     if events:
         events.close()
+    if run.stream.skipped:
+        log_event("run.garbled", logging.WARNING, run=run.id, skipped=run.stream.skipped)
 
 
 def open_events(app: App, run: Run, inbox: queue.SimpleQueue[bytes | None]) -> EventStream | None:
@@ -3383,7 +3470,9 @@ def time_to_look(app: App, run: Run, looked_at: float) -> float:
     since = looked_at if run.stream.stop_asked else max(looked_at, run.stream.heard_at)
     question = run.stream.question
     runs_out = question.until if question and not question.answering else float("inf")
-    return min(since + app.waits.silent, runs_out) - app.clock()
+    # An event that made no sense may have been the end, or a question.
+    unsure = looked_at + app.waits.first if run.stream.skipped_at >= looked_at else float("inf")
+    return min(since + app.waits.silent, runs_out, unsure) - app.clock()
 
 
 def look_up(app: App, run: Run, streaming: bool) -> bool:

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import unicodedata
-from collections import deque
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from hermes_voice import (
     RUNS_LIMIT,
     SAY_CHARS,
     SHOW_CHARS,
+    SKIPPED_LIMIT,
     SPOKEN_CHARS,
     TRANSCRIPT_CHARS,
     TRANSCRIPT_MESSAGES,
@@ -1034,26 +1034,41 @@ def test_any_bytes_decode_the_same_however_they_are_cut(data, size):
 
 
 @pytest.mark.parametrize("line", [b"data: ", b": ", b"", b"data: x\n" * 1000])
-def test_an_event_that_never_ends_is_given_up(line):
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_an_event_that_is_too_long_is_skipped_to_its_end(line, end):
+    part = line + b"x" * (1 << 16)
     decoder = SSEDecoder()
-    endless = line + b"x" * (1 << 16)
 
-    with pytest.raises(Garbled):
-        deque(map(list, map(decoder.feed, itertools.repeat(endless, EVENT_LIMIT // len(endless) + 2))))
+    events = [*itertools.chain(*map(decoder.feed, itertools.repeat(part, EVENT_LIMIT // len(part) + 2)))]
+    events += decoder.feed(end + b"data: good\n\n")
+
+    assert events == [None, "good"]
+
+
+@pytest.mark.parametrize("size", [*CUTS])
+def test_a_long_event_ends_where_its_empty_line_is_however_that_is_cut(size):
+    decoder = SSEDecoder()
+
+    assert [*decoder.feed(b"data: " + b"x" * EVENT_LIMIT)] == [None]
+    events = [*itertools.chain(*map(decoder.feed, pieces_of(b"x\r\ndata: y\r\n\r\ndata: good\n\n", size)))]
+
+    assert events == ["good"]
+
+
+@pytest.mark.parametrize("size", [1 << 16, 1_000_003, None])
+def test_an_event_without_an_end_is_not_kept_and_counts_again_and_again(size):
+    decoder = SSEDecoder()
+
+    events = [*itertools.chain(*map(decoder.feed, pieces_of(b"x" * (3 * EVENT_LIMIT + 1), size)))]
+
+    assert events == [None] * 3
+    assert sum(map(len, [*decoder._partial, *decoder._data])) < 10
 
 
 def test_many_events_are_not_too_long_together():
     frame = b"data: " + b"x" * 1000 + b"\n\n"
 
     assert len(decoded(frame * (EVENT_LIMIT // 1000))) == EVENT_LIMIT // 1000
-
-
-def test_what_ended_before_an_endless_event_is_not_lost():
-    events = SSEDecoder().feed(b"data: good\n\ndata: " + b"x" * EVENT_LIMIT)
-
-    assert next(events) == "good"
-    with pytest.raises(Garbled):
-        next(events)
 
 
 # ---- recorded runs -----------------------------------------------------------
@@ -1584,19 +1599,186 @@ def test_unknown_events_are_ignored():
     assert read(data) == []
 
 
-@pytest.mark.parametrize("garbage", [b"no", b"{", b"[]", b"5", b'"text"', b"null", b"{}", b"[" * 100_000])
-def test_what_is_no_event_is_garbled(garbage):
+ODD_DATA = [
+    *(b"no", b"{", b"[]", b"5", b'"text"', b"null", b"{}", b"[" * 100_000, b'{"event": 5}', b"\xff\xfe"),
+    *(b'{"event": ["run.completed"]}', b'{"event": "message.delta", "delta": 5}', b"1" * 5000),
+    b"x" * EVENT_LIMIT,
+]
+odd_data = pytest.mark.parametrize(
+    "garbage", ODD_DATA, ids=lambda garbage: garbage[:40].decode(errors="replace")
+)
+
+
+@odd_data
+def test_what_is_no_event_is_skipped_and_counted(garbage):
+    stream = RunStream()
+
+    updates = read(
+        event("tool.started", tool="terminal")
+        + b"data: " + garbage + b"\n\n"
+        + event("tool.completed", tool="terminal")
+        + event("run.completed", output="Done."),
+        now=7.0,
+        stream=stream,
+    )  # fmt: skip
+
+    assert [update["type"] for update in updates] == ["tool", "tool", "delta", "done"]
+    assert updates[-1]["say"] == ["Done."]
+    assert (stream.skipped, stream.skipped_at) == (1, 7.0)
+
+
+def test_a_stream_of_nothing_but_garbage_is_given_up():
+    stream = RunStream()
+    asked = event("approval.request", command="rm")
+
+    updates = stream.feed(asked + b"data: nonsense\n\n" * 1_000_000, 0.0)
+
+    assert next(updates)["type"] == "approval"
     with pytest.raises(Garbled):
-        read(b"data: " + garbage + b"\n\n")
+        next(updates)
+    assert stream.skipped == SKIPPED_LIMIT
 
 
-def test_what_came_before_garbage_is_not_lost():
-    run = Talk().started("d1")
+def test_a_question_that_the_status_told_first_is_asked_once():
+    stream = RunStream()
 
-    with pytest.raises(Garbled):
-        read_into(run, event("approval.request", command="rm") + b"data: nonsense\n\n")
+    asked = stream.settle(PENDING, 0, streaming=False)
+    again = read(event("approval.request", **PENDING["approval"]), stream=stream)
 
-    assert run.updates[-1]["type"] == "approval"
+    assert (len(of_type(asked, "approval")), again) == (1, [])
+
+
+# ---- an end without output ---------------------------------------------------
+
+STREAMED = event("message.delta", delta="\n\nIt is *not* ") + event("message.delta", delta="done.")
+TOOL = event("tool.started", tool="terminal") + event("tool.completed", tool="terminal")
+LOST = "Hermes has finished, but a part of its answer did not arrive."
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"",
+        TOOL,
+        event("message.delta", delta="Let me look.") + TOOL,
+        event("message.delta", delta="Let me look.") + event("message.interim", text="Let me look."),
+        event("message.delta", delta="Let me") + b"data: nonsense\n\n" + TOOL,
+        event("reasoning.available", text="Hm.") + event("message.delta", delta=""),
+    ],
+)
+@pytest.mark.parametrize(
+    "end", [{}, {"output": ""}, {"output": None}, {"output": " "}, {"output": "(empty)"}]
+)
+def test_what_was_streamed_since_the_last_tool_is_the_answer_where_there_is_no_other(before, end):
+    updates = read(before + STREAMED + event("run.completed", **end))
+
+    done = updates[-1]
+    assert (done["finish_reason"], done["say"], done["show"]) == (
+        "stop",
+        ["It is not done."],
+        "It is *not* done.",
+    )
+    assert of_type(updates, "delta") == [{"type": "delta", "text": "It is *not* done."}]
+
+
+def test_an_answer_counts_before_what_was_streamed():
+    assert read(STREAMED + event("run.completed", output="Done."))[-1]["say"] == ["Done."]
+
+
+@pytest.mark.parametrize("after", [TOOL, event("message.interim", text="It is not done.")])
+def test_what_was_streamed_before_a_tool_is_no_answer(after):
+    done = read(STREAMED + after + event("run.completed"))[-1]
+
+    assert done["say"] == ["Hermes finished without an answer."]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "code", "message"),
+    [
+        ("run.failed", {"error": "HTTP 503"}, "model_unreachable", "Hermes's language model did not answer."),
+        ("run.failed", {}, "hermes_failed", "Hermes ran into an error and could not finish."),
+        ("run.interrupted", {"error": "shutdown"}, "hermes_interrupted", "Hermes was shut down before it"),
+    ],
+)
+def test_what_was_streamed_before_a_failure_is_told_with_the_failure(name, fields, code, message):
+    done = read(STREAMED + event(name, **fields))[-1]
+
+    assert done["error"]["code"] == code
+    assert done["say"][0] == "It is not done."
+    assert done["say"][1].startswith(message)
+    assert done["show"].startswith(f"It is *not* done.\n\n*{message}")
+
+
+def test_what_was_streamed_before_a_stop_is_not_told():
+    assert read(STREAMED + event("run.cancelled"))[-1]["say"] == ["Hermes has stopped the task."]
+
+
+@pytest.mark.parametrize(
+    "gap", [b"data: {\n\n", event("message.delta", delta=None), event("replay.truncated")]
+)
+@pytest.mark.parametrize(("name", "message"), [("run.completed", LOST), ("run.failed", "Hermes ran into an")])
+def test_a_streamed_answer_with_a_gap_is_shown_and_not_said(gap, name, message):
+    done = read(
+        event("message.delta", delta="It is ") + gap + event("message.delta", delta="done.") + event(name)
+    )[-1]
+
+    assert done["say"][0].startswith(message)
+    assert done["say"][0].endswith("What came of the answer is on your screen.")
+    assert (done["show"].startswith(message), done["show"].endswith("\n\nIt is done.")) == (True, True)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_streamed_answer_whose_end_only_the_status_told_may_be_a_part(streaming):
+    stream = RunStream()
+    read(STREAMED, stream=stream)
+
+    done = stream.settle({"status": "completed"}, 0, streaming)[-1]
+
+    assert done["say"] == [f"{LOST} What came of the answer is on your screen."]
+    assert done["show"] == f"{LOST}\n\nIt is *not* done."
+
+
+def test_what_was_streamed_until_a_run_was_lost_is_told_with_that():
+    stream = RunStream()
+    read(STREAMED, stream=stream)
+
+    (done,) = stream.give_up("unknown", "Hermes no longer knows this task.", "run_lost")
+
+    assert done["say"] == ["It is not done.", "Hermes no longer knows this task."]
+
+
+def test_a_streamed_secret_is_masked_as_hermes_masks_its_output():
+    done = read(event("message.delta", delta="It is sk-a1B2a1B2a1B2") + event("message.delta", delta="a1B2.")
+                + event("run.completed"))[-1]  # fmt: skip
+
+    assert done["show"] == "It is •••."
+
+
+def test_of_what_is_streamed_no_more_is_kept_than_is_shown():
+    stream = RunStream()
+
+    for _ in range(3):
+        read(event("message.delta", delta="x" * SHOW_CHARS), stream=stream)
+
+    assert sum(map(len, stream._written)) <= 2 * SHOW_CHARS
+    assert read(event("run.completed"), stream=stream)[-1]["show"].endswith("Hermes has all of it.*")
+
+
+@pytest.mark.parametrize("usage", [{"n": float("nan")}, {"n": float("inf")}, {"n": {"n": 1}}, {"n": "1"}])
+def test_of_the_usage_only_numbers_that_a_page_can_read_are_kept(usage):
+    done = read(event("run.completed", output="Done.", usage={**usage, "total_tokens": 7}))[-1]
+
+    assert done["usage"] == {"total_tokens": 7}
+
+
+@pytest.mark.parametrize("depth", range(900, 1000, 3))
+def test_an_error_of_any_depth_ends_the_run(depth):
+    data = b'data: {"event": "run.failed", "error": %s1%s}\n\n' % (b"[" * depth, b"]" * depth)
+    stream = RunStream()
+
+    read(data, stream=stream)
+
+    assert stream.ended or stream.skipped == 1
 
 
 def test_garbage_after_the_end_is_not_read():

@@ -16,6 +16,7 @@ from working_hermes import WorkingHermes, join_workers
 import hermes_voice
 from hermes_voice import (
     EVENT_LIMIT,
+    SKIPPED_LIMIT,
     STARTS_PER_MINUTE,
     BadRequest,
     Config,
@@ -783,9 +784,7 @@ STREAM_ENDS = {
     "ends early": lambda run: run.cut(None),
     "is cut": lambda run: run.cut(CUT),
     "is reset": lambda run: run.cut(RESET),
-    "is no JSON": lambda run: run.send(b"data: {\n\n"),
-    "is no event": lambda run: run.send(b'data: ["run.completed"]\n\n'),
-    "has no end": lambda run: run.send(b"data: " + b"x" * (EVENT_LIMIT + 1)),
+    "is nothing but garbage": lambda run: run.send(b"data: {\n\n" * SKIPPED_LIMIT),
 }
 stream_ends = pytest.mark.parametrize("end_stream", STREAM_ENDS.values(), ids=STREAM_ENDS)
 
@@ -805,6 +804,77 @@ def test_when_the_stream_fails_the_status_decides(bench, end_stream):
 
     assert (done["finish_reason"], done["say"], done["usage"]) == ("stop", ["Done."], {"total_tokens": 7})
     assert run.followers == 1
+
+
+ODD_EVENTS = {
+    "no JSON": b"data: {\n\n",
+    "no event": b'data: ["run.completed"]\n\n',
+    "too long": b"data: " + b"x" * (EVENT_LIMIT + 1) + b"\n\n",
+}
+odd_events = pytest.mark.parametrize("odd", ODD_EVENTS.values(), ids=ODD_EVENTS)
+
+
+@odd_events
+def test_after_an_odd_event_the_reading_goes_on(bench, odd, heard):
+    b = bench()
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+
+    run.send(odd + odd)
+    run.emit("tool.started", tool="terminal")
+    page.wait("tool")
+    run.emit("run.completed", output="Done.")  # which the status does not say yet
+    done = page.done()
+    join_workers()
+
+    assert (done["finish_reason"], done["say"]) == ("stop", ["Done."])
+    told = [record for record in heard.records if record.getMessage().startswith("run.garbled")]
+    assert [(record.levelname, "skipped=2" in record.getMessage()) for record in told] == [("WARNING", True)]
+
+
+@odd_events
+def test_an_odd_event_may_have_been_the_end(bench, odd):
+    b = bench(silent=600)
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+
+    run.settle("completed", output="Done.")
+    run.send(odd)
+
+    assert page.done()["say"] == ["Done."]
+
+
+@odd_events
+def test_an_odd_event_may_have_been_a_question(bench, odd):
+    b = bench(silent=600)
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+
+    asked = {"event": "approval.request", "command": "rm x", "choices": ["once", "deny"], "request_id": "q_1"}
+    run.status |= {"status": "waiting_for_approval", "approval": asked}
+    run.send(odd)
+    question = page.wait("approval")
+    b.approve(run_id=page.run_id, request_id="q_1", choice="deny")
+    run.end("completed", output="It was not allowed.")
+
+    assert (question["command"], question["request_id"]) == ("rm x", "q_1")
+    assert run.answers == [{"choice": "deny", "request_id": "q_1"}]
+    assert page.done()["say"] == ["It was not allowed."]
+
+
+def test_a_run_that_ends_without_output_is_answered_by_what_was_streamed(bench):
+    b = bench()
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+
+    run.emit("message.delta", delta="Let me look.")
+    run.emit("tool.started", tool="terminal")
+    run.emit("tool.completed", tool="terminal")
+    run.emit("message.delta", delta="\n\nThree ")
+    run.emit("message.delta", delta="files.")
+    run.end("completed", output="")
+
+    assert page.done()["say"] == ["Three files."]
 
 
 @pytest.mark.parametrize(
@@ -1021,8 +1091,11 @@ def test_a_server_that_closes_says_so_and_leaves_the_run_alone(bench):
 # When the status is looked up although events come
 
 
-def stream_at(heard_at=float("-inf"), stop_asked=False, until=None, answering=False):
+def stream_at(
+    heard_at=float("-inf"), stop_asked=False, until=None, answering=False, skipped_at=float("-inf")
+):
     run_stream = RunStream()
+    run_stream.skipped_at = skipped_at
     run_stream.heard_at, run_stream.stop_asked = heard_at, stop_asked
     if until is not None:
         run_stream.question = Question("q0", None, "rm", "", ("once", "deny"), until, answering)
@@ -1038,12 +1111,14 @@ def stream_at(heard_at=float("-inf"), stop_asked=False, until=None, answering=Fa
         (stream_at(heard_at=104, stop_asked=True), 10),
         (stream_at(until=103), 3),
         (stream_at(until=99), -1),
+        (stream_at(heard_at=104, skipped_at=101), 0.5),
+        (stream_at(heard_at=104, skipped_at=99), 14),
         # Nobody knows whether Hermes has this answer, and asking about it does not help.
         (stream_at(until=99, answering=True), 10),
     ],
 )
 def test_the_status_is_looked_up_after_silence_or_when_a_question_runs_out(bench, run_stream, seconds):
-    b = bench(clock=lambda: 100.0, silent=10)
+    b = bench(clock=lambda: 100.0, silent=10, first=0.5)
     run = hermes_voice.Run("r1", "c1", [], [], 0.0, stream=run_stream)
 
     assert hermes_voice.time_to_look(b.app, run, looked_at=100.0) == seconds
