@@ -3956,8 +3956,15 @@ MEDIA_TYPES = {
 }
 
 
-def read_page(folder: Path) -> dict[str, tuple[str, bytes]]:
-    """The page's files by request path: media type and content. Raise ConfigError."""
+# The page need not ask and be refused to learn that it has to show a token.
+TOKEN_MARK = b'<meta name="access-token" content="%s" />'
+
+
+def read_page(folder: Path, token: bool = False) -> dict[str, tuple[str, bytes]]:
+    """The page's files by request path: media type and content. Raise ConfigError.
+
+    `token`: the page must show one, and is told so.
+    """
     try:
         page = {
             f"/{path.name}": (MEDIA_TYPES[path.suffix], path.read_bytes())
@@ -3968,7 +3975,9 @@ def read_page(folder: Path) -> dict[str, tuple[str, bytes]]:
         raise ConfigError([f"--static {folder}: cannot be read: {error.strerror}"]) from None
     if "/index.html" not in page:
         raise ConfigError([f"--static {folder}: holds no index.html"])
-    page["/"] = page["/index.html"]
+    media_type, index = page["/index.html"]
+    told = index.replace(TOKEN_MARK % b"none", TOKEN_MARK % b"needed") if token else index
+    page["/"] = page["/index.html"] = (media_type, told)
     return page
 
 
@@ -5013,7 +5022,7 @@ def read_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Setti
         openai_key = attempt(lambda: secret_of("openai-key", args, environ), "")
         hermes_key = attempt(lambda: secret_of("hermes-key", args, environ), "")
     access = attempt(lambda: secret_of("access-token", args, environ), "")
-    page = attempt(lambda: read_page(page_folder(args.static)), {})
+    page = attempt(lambda: read_page(page_folder(args.static), bool(access)), {})
     certificate = attempt(lambda: find_certificate(args.tls_cert, args.tls_key), None)
     attempt(lambda: check_exposure(args, host, access), None)
     if problems:

@@ -11,6 +11,10 @@ import { settlesAt } from "./words.js";
 /** @typedef {import("./state.js").Effect} Effect */
 
 const TICK_MS = 200;
+const NO_TOKEN = "This server asks for its access token.";
+const ENTER_TOKEN = "Or enter the token here.";
+/** As the server wrote it into the page. */
+const TOKEN_NEEDED = document.querySelector("meta[name=access-token]")?.getAttribute("content") === "needed";
 
 const api = new Api();
 let state = START;
@@ -275,9 +279,12 @@ function termsOf(config) {
 
 /** The voice model's place is taken by a part of this page. */
 async function beginDemo() {
-  const { Demo, SENTENCES } = await import("./demo.js");
+  const { Demo, localVoice, SENTENCES } = await import("./demo.js");
   const made = (demo ??= new Demo(view.voice));
   view.showDemo(SENTENCES, (text) => made.hear(text));
+  const showVoice = () => view.showDemoVoice(!!localVoice());
+  globalThis.speechSynthesis?.addEventListener("voiceschanged", showVoice);
+  showVoice();
 }
 
 /** @param {boolean} [anew] only if they are shown already */
@@ -330,6 +337,11 @@ async function arrive() {
 /** Load what the server knows; without the right token, ask for it. @param {string} [why] a link did not pair this device */
 async function begin(why) {
   api.token = sessionStorage.getItem("token") ?? localStorage.getItem("token") ?? "";
+  // Without one that is needed nothing has to be asked: the answer would be no.
+  if (!api.token && TOKEN_NEEDED) {
+    askForToken(why ? `${why} ${ENTER_TOKEN}` : NO_TOKEN);
+    return redraw();
+  }
   try {
     const config = await api.get("config");
     view.hideTokenEntry();
@@ -359,7 +371,7 @@ async function begin(why) {
     dispatch({ type: "listed", runs });
   } catch (error) {
     const { message, status } = explained(error);
-    if (status === 401) askForToken(why ? `${why} Or enter the token here.` : api.token ? "That token was not accepted. Check it and try again." : "This server asks for its access token.");
+    if (status === 401) askForToken(why ? `${why} ${ENTER_TOKEN}` : api.token ? "That token was not accepted. Check it and try again." : NO_TOKEN);
     else if (status === 429) askForToken(message); // too many wrong ones; the right one is let in all the same
     else dispatch({ type: "notice", level: "error", text: message });
     redraw();

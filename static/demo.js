@@ -1,6 +1,7 @@
 // In a demo: the far end of the call. It takes the page's offer and behaves as the voice
 // model does, and nothing leaves this page: words come one by one, work is delegated, appends
-// are placed and spoken. It speaks with a voice of this device, if it has one.
+// are placed and spoken. It speaks with a voice of this device; where there is none, what would be
+// heard is in the transcript only, and the page says so.
 //
 // The page plays and measures the sound of the connection. That is a tone here, sent while
 // the voice speaks and played at no volume, so that the meter hears what the user hears.
@@ -51,6 +52,11 @@ export function deltas(text) {
   return (text.match(/\S+/g) ?? []).map((word) => ` ${word}`);
 }
 
+/** A voice of this device that speaks English. Others send the text to a server. */
+export function localVoice() {
+  return globalThis.speechSynthesis?.getVoices().find((voice) => voice.localService && voice.lang.startsWith("en"));
+}
+
 /** Speaks on this device, and tells when it is done. */
 class Speaker {
   #audio;
@@ -69,8 +75,7 @@ class Speaker {
     const least = text.length * MS_PER_CHAR;
     return new Promise((resolve) => {
       this.#finish = resolve;
-      // Others send the text to a server.
-      const voice = globalThis.speechSynthesis?.getVoices().find((v) => v.localService && v.lang.startsWith("en"));
+      const voice = localVoice();
       if (!voice || this.#audio.muted) return void setTimeout(resolve, least);
       const utterance = new SpeechSynthesisUtterance(text);
       utterance.voice = voice;
@@ -90,6 +95,7 @@ class Speaker {
 export class Demo {
   #speaker;
   /** @type {AudioContext | null} */ #context = null;
+  /** @type {MediaStreamAudioDestinationNode | null} */ #silence = null;
   /** @type {Line | null} */ #line = null;
 
   /** @param {HTMLAudioElement} audio what the page plays the call on */
@@ -101,7 +107,7 @@ export class Demo {
   }
 
   /** In place of a microphone: a track that carries silence. Call it after a tap. @returns {Promise<MediaStream>} */
-  microphone = async () => (this.#context ??= new AudioContext()).createMediaStreamDestination().stream;
+  microphone = async () => (this.#silence ??= silenceOf((this.#context ??= new AudioContext()))).stream.clone();
 
   /** Take a call. @param {string} offer @returns {Promise<string>} the answer */
   async answer(offer) {
@@ -114,6 +120,15 @@ export class Demo {
   hear(text) {
     this.#line?.hear(text);
   }
+}
+
+/** Silence. Without a source no audio would leave at all, and a node that nobody holds is collected. @param {AudioContext} context */
+function silenceOf(context) {
+  const out = context.createMediaStreamDestination();
+  const source = new ConstantSourceNode(context, { offset: 0 });
+  source.connect(out);
+  source.start();
+  return out;
 }
 
 /** One session. */

@@ -21,7 +21,8 @@ export function statusOf(state) {
   if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
   if (settling(state).length) return "Thinking…";
   if (doing) return state.muted ? `${doing}. You are muted` : doing;
-  return state.muted ? "Muted: nobody hears you, the call still costs" : "Listening";
+  if (!state.muted) return "Listening";
+  return state.sessionId ? "Muted: nobody hears you, the call still costs" : "Muted: nobody hears you";
 }
 
 /** @param {State} state */

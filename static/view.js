@@ -58,6 +58,7 @@ const choicesClose = find("choices-close", HTMLButtonElement);
 const compose = find("compose", HTMLFormElement);
 const message = find("message", HTMLTextAreaElement);
 const demo = find("demo", HTMLElement);
+const demoSilent = find("demo-silent", HTMLElement);
 const demoControls = find("demo-controls", HTMLFieldSetElement);
 const demoSentences = find("demo-sentences", HTMLElement);
 const demoSay = find("demo-say", HTMLFormElement);
@@ -151,6 +152,11 @@ export function showDemo(sentences, say) {
     demoWords.value = "";
   };
   demo.hidden = false;
+}
+
+/** Whether the device can speak: its voices are known only after a while. @param {boolean} speaks */
+export function showDemoVoice(speaks) {
+  demoSilent.hidden = speaks;
 }
 
 /** @param {string} text @param {(text: string) => void} say */

@@ -274,6 +274,10 @@ def test_the_token_is_asked_for_kept_as_chosen_and_never_in_a_url(browser):
         field = line.page.get_by_label("Access token", exact=True)
         expect(field).to_be_visible()
         expect(line.button("Start call")).to_be_hidden()
+        # Nothing was refused to learn that: neither the console nor the log has a complaint.
+        asked = line.page.evaluate("performance.getEntriesByType('resource').map(({ name }) => name)")
+        assert not [url for url in asked if url.endswith("/config")]
+        assert "WARNING" not in line.sidecar.log
 
         field.fill("a-wrong-token")
         line.button("Let me in").click()

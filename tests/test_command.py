@@ -5,8 +5,10 @@ import http.client
 import json
 import logging
 import os
+import pty
 import re
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -533,3 +535,52 @@ def test_a_process_that_cannot_start_says_why_and_ends_with_2(flags, tmp_path):
 
     assert sidecar.log.startswith("hermes-voice: error: --hermes-url 'nonsense': ")
     assert len(sidecar.lines) == 1
+
+
+# ---- the README's first minute ----------------------------------------------
+
+
+def test_the_block_with_the_key_is_one_paste(tmp_path):
+    """Pasted whole into a terminal, it asks for the key and goes on with the server."""
+    readme = (SCRIPT.parent / "README.md").read_text()
+    (block,) = re.findall(r"```sh\n([^`]*> openai-key[^`]*)```", readme)
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/sh\necho "started with: $*."\n')
+    stub.chmod(0o700)
+    here, there = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "-i"],
+        cwd=tmp_path,
+        env={"PATH": f"{stub.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "PS1": "$ "},
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        start_new_session=True,
+    )
+    os.close(there)
+    try:
+        os.write(here, block.encode())
+        read_until(here, "press Enter: ")
+        os.write(here, b"sk-canary-key\n")
+        shown = read_until(here, "started with")
+        shown += read_until(here, ".\r\n") if "hermes_voice.py" not in shown else ""
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(here)
+
+    assert "hermes_voice.py --openai-key-file openai-key" in shown
+    key = tmp_path / "openai-key"
+    assert key.read_text() == "sk-canary-key\n"
+    assert key.stat().st_mode & 0o777 == 0o600
+
+
+def read_until(terminal, wanted):
+    """What a terminal shows up to some words. The block itself is echoed without a line's end behind them."""
+    shown = ""
+    while not re.search(f"(?<!\\\\){re.escape(wanted)}(?!\")", shown):
+        ready, _, _ = select.select([terminal], [], [], START_SECONDS)
+        assert ready, f"nothing more after {shown!r}"
+        shown += os.read(terminal, 4096).decode(errors="replace")
+    return shown

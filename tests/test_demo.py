@@ -382,6 +382,20 @@ class Visit:
         expect(self.status).to_have_text("Listening", timeout=PATIENCE)
 
 
+def test_a_demos_call_shows_no_trouble_that_is_none(visit):
+    """The answer takes longer than it takes to tell of a call without sound."""
+    visit.start()
+    visit.say("What is the disk usage?")
+    visit.said("eighty-two percent full")
+
+    assert visit.log.locator(".notice").all_inner_texts() == []
+    expect(visit.status).to_have_text("Listening")
+    # This browser has no voice of its own.
+    expect(visit.demo).to_contain_text("This device has no voice of its own")
+    visit.button("Mute").click()
+    expect(visit.status).to_have_text("Muted: nobody hears you")
+
+
 def test_a_demo_from_ask_to_hang_up(visit):
     expect(visit.demo).to_contain_text("Demo: no keys, no services.")
     expect(visit.demo.get_by_role("button", name="Stop", exact=True)).to_be_disabled()
