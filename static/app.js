@@ -92,6 +92,8 @@ const EFFECTS = {
   approve: (effect) => void approve(effect),
   draft: ({ text }) => view.draft(text),
   claim: (effect) => void claim(effect),
+  told: (effect) => void confirm(effect),
+  giveBack: ({ runId }) => void deliver(runId, { told: false }).catch(() => {}), // it lapses by itself
   keep: ({ lines }) => void keep(lines),
 };
 
@@ -186,15 +188,32 @@ async function approve({ key, runId, requestId, choice, heard, typed, late }) {
   }
 }
 
+/** What this page does about a run's end. It may be the last thing it does. @param {string} runId @param {{told?: boolean}} [more] */
+function deliver(runId, more) {
+  return api.post(`runs/${runId}/delivered`, { page, ...more }, { keepalive: true });
+}
+
 /** @param {{key: string, runId: string}} effect */
 async function claim({ key, runId }) {
   try {
-    await api.post(`runs/${runId}/delivered`, { page });
+    await deliver(runId);
     dispatch({ type: "claimed", key, mine: true });
   } catch (error) {
-    const { status = 0 } = explained(error);
+    const { status = 0, code } = explained(error);
     // A run that the server has forgotten can be told by nobody else.
-    dispatch({ type: "claimed", key, mine: status === 404 ? true : status === 409 ? false : null });
+    dispatch({ type: "claimed", key, mine: status === 404 ? true : status === 409 ? false : null, told: code === "delivered" });
+  }
+}
+
+/** @param {{key: string, runId: string}} effect */
+async function confirm({ key, runId }) {
+  try {
+    await deliver(runId, { told: true });
+    dispatch({ type: "confirmed", key, known: true });
+  } catch (error) {
+    const { message, status = 0 } = explained(error);
+    if (status === 401 && api.token) askForToken(message); // a wrong one would be counted every time
+    dispatch({ type: "confirmed", key, known: status === 404 });
   }
 }
 

@@ -31,8 +31,8 @@
 //   4. Runs outlive sessions: an update is a rule in every phase.
 //   5. A spoken answer to a question is an utterance that began after the voice began to ask,
 //      all of it; a click or a key that was on its way when it came is none.
-//   6. A result is told by one page only: the one whose claim came first. Sent is not spoken:
-//      what was not heard of it is told in the next session.
+//   6. A result is told by one page at a time: the one that has the claim to it. Sent is not
+//      spoken: what was not heard of it is told in the next session, here or on another page.
 //   7. A session that connects after the user hung up is closed, not ignored.
 //   8. To a line that is asleep, or about to be replaced, only mute and close are sent.
 //   9. No session is opened but by the user, for a renewal, or after a planned hang-up.
@@ -70,6 +70,7 @@ const ALWAYS = {
   update: runs.update,
   streamEnded: runs.streamEnded,
   claimed: runs.claimed,
+  confirmed: runs.confirmed,
   stopRun: runs.stopRun,
   refused: runs.refused,
   approve: questions.approve,

@@ -13,7 +13,7 @@
 
 import * as meter from "./meter.js";
 import { ask, requeued } from "./questions.js";
-import { claimDue, untold } from "./runs.js";
+import { claimDue, givenBack, untold } from "./runs.js";
 import * as speech from "./speech.js";
 import { chain, doing, keep, notify, openQuestion, release, say, sendOrHold, unsay, whileLive } from "./state.js";
 import * as transcript from "./transcript.js";
@@ -218,10 +218,12 @@ export function failed(state, event) {
 export function leave(state) {
   const { phase, sessionId, seconds, renewal } = state;
   const goodbye = { do: "goodbye", sessionId, seconds };
-  if (phase === "idle" || phase === "closing") return [state, phase === "closing" ? [goodbye] : []];
+  if (phase === "idle") return [state, []];
   const next = /** @type {State} */ ({ ...state, phase: "closing", closingAt: state.now, renewal: null, left: true });
   if (phase === "connecting") return abandon(next);
-  return [next, renewal ? [goodbye, drop(renewal)] : [goodbye]];
+  // What came until here may have been heard, and nothing that comes now.
+  const [parted, told] = claimDue(withoutSpeech(phase === "closing" ? state : next));
+  return [parted, [...givenBack(state, parted), ...told, goodbye, ...(renewal ? [drop(renewal)] : [])]];
 }
 
 /** It is shown again as it was. @type {Rule} */
@@ -242,11 +244,11 @@ const CLOSINGS = {
 };
 
 /** How the call ended, and what to do. @param {State} state @param {string | undefined} reason */
-function closing({ runs, speech: { waiting } }, reason) {
-  const told = CLOSINGS[reason ?? ""] ?? CLOSINGS.connection_lost;
-  if (runs.some((run) => !run.result)) return `${told} Your tasks go on; start the call again to hear of them.`;
-  const isOwing = runs.some(watch.isOwed) || waiting.some((piece) => piece.kind === "result");
-  return `${told} Start the call again ${isOwing ? "to hear the answer" : "whenever you like"}.`;
+function closing(state, reason) {
+  const why = CLOSINGS[reason ?? ""] ?? CLOSINGS.connection_lost;
+  if (state.runs.some((run) => !run.result)) return `${why} Your tasks go on; start the call again to hear of them.`;
+  const isOwing = over(state).runs.some(watch.isOwed);
+  return `${why} Start the call again ${isOwing ? "to hear the answer" : "whenever you like"}.`;
 }
 
 /** The model's service closed the session. @type {EventRule} */
@@ -267,15 +269,15 @@ export function lost(state) {
 /** Back to idle; `still`: the session may still live at the service. @param {State} state @param {boolean} still @returns {Step} */
 function ended(state, still) {
   const gone = drop(state);
-  const effects = [still ? gone : { ...gone, do: "release" }];
-  return [over(state), state.renewal ? [...effects, drop(state.renewal)] : effects];
+  const next = state.renewal ? [drop(state.renewal)] : [];
+  const [after, told] = claimDue(over(state));
+  return [after, [still ? gone : { ...gone, do: "release" }, ...next, ...givenBack(state, after), ...told]];
 }
 
 /** The state after a session: what it had and did not bring to its end waits for the next. @param {State} state @returns {State} */
 function over(state) {
-  const queue = speech.ended(state.speech, state.now, state.phase === "closing");
   return {
-    ...state,
+    ...withoutSpeech(state),
     phase: /** @type {const} */ ("idle"),
     sessionId: null,
     renewal: null,
@@ -285,14 +287,18 @@ function over(state) {
     silenced: false,
     meter: meter.end(state.meter, state.now),
     delegations: [], // valid only on the connection that made them
-    speech: emptied(queue),
-    runs: state.runs.map((run) => untold(requeued(run), queue)),
   };
+}
+
+/** Nothing more is said. What was not heard, and not asked, waits. @param {State} state @returns {State} */
+function withoutSpeech(state) {
+  const queue = speech.ended(state.speech, state.now, state.phase === "closing");
+  return { ...state, speech: emptied(queue), runs: state.runs.map((run) => untold(requeued(run), queue)) };
 }
 
 /** The queue of a session that is over. @param {speech.Speech} queue @returns {speech.Speech} */
 function emptied(queue) {
-  return { ...queue, waiting: [], current: null, sounding: false };
+  return { ...queue, waiting: [], unheard: [], current: null, sounding: false };
 }
 
 // ---- as time goes by

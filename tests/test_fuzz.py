@@ -45,7 +45,7 @@ WELL_FORMED = {
     "/session/close": {"session_id": "live_1", "seconds": 61.5},
     "/delegate": {"hermes_session": "c1", "lines": LINES, "delegation_id": "d1"},
     "/runs/<id>/stop": {},
-    "/runs/<id>/delivered": {"page": "p1"},
+    "/runs/<id>/delivered": {"page": "p1", "told": True},
     "/conversations/<id>/lines": {"lines": LINES},
     "/pair": {"code": "a" * 32},
     "/approve": {"run_id": "abc", "request_id": "q_1", "choice": "once", "heard": "Yes."},
