@@ -2519,6 +2519,7 @@ STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
 SHORTEST_CALL = 60  # seconds; with less left none is opened
 SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
 HEARD_LIMIT = 2000  # characters
+REASON = re.compile(r"[a-z0-9_]{1,64}")  # a code of the voice service's errors, as the page gives it
 
 # The config's keys that `GET /config` carries as they are.
 PAGE_KEYS = (
@@ -2744,8 +2745,16 @@ def has_standby(config: Config) -> bool:
 
 
 def post_session_close(app: App, request: Request) -> Reply:
-    """Hang a session up from here: it is over, its page is gone, or its start was abandoned."""
+    """Hang a session up from here: it is over, its page is gone, or its start was abandoned.
+
+    `reason` is the code of the error that ended it, if one did.
+    """
     session_id, billed = metered(request.body)
+    reason = request.body.get("reason")
+    if reason is not None and not (isinstance(reason, str) and REASON.fullmatch(reason)):
+        raise BadRequest("'reason' must be 1 to 64 lower-case letters, digits or '_'.")
+    if reason:
+        log_event("session.troubled", logging.WARNING, session=session_id, reason=reason)
     with app.changed:
         note_session(app, session_id, billed=billed)
     hang_up(app, session_id)

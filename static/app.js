@@ -67,10 +67,10 @@ function explained(error) {
 /** @type {Record<string, (effect: any) => void>} */
 const EFFECTS = {
   open: (effect) => void open(effect),
-  takeOver: ({ over, sessionId, seconds }) => {
+  takeOver: ({ over, sessionId, seconds, reason }) => {
     letGo(over);
     [current, next] = [next, null];
-    if (sessionId) void hangUp(sessionId, seconds);
+    if (sessionId) void hangUp(sessionId, seconds, reason);
   },
   meter: (effect) => void meter(effect),
   send: ({ message }) => current?.session.send(message),
@@ -79,9 +79,9 @@ const EFFECTS = {
   },
   silence: ({ on }) => current?.session.silence(on),
   release: (effect) => EFFECTS.drop(effect), // the server closes its account of it
-  drop: ({ attempt, sessionId }) => {
+  drop: ({ attempt, sessionId, reason }) => {
     letGo(attempt);
-    if (sessionId) void hangUp(sessionId, attempt === state.attempt ? state.seconds : null);
+    if (sessionId) void hangUp(sessionId, attempt === state.attempt ? state.seconds : null, reason);
   },
   // The connection stays up for the service's own goodbye.
   goodbye: ({ sessionId, seconds }) => sessionId && void hangUp(sessionId, seconds),
@@ -133,9 +133,9 @@ function letGo(attempt) {
   current = null;
 }
 
-/** Tell the server that a session is over; it hangs up what is not. @param {string} sessionId @param {number | null} seconds by the service's count */
-function hangUp(sessionId, seconds) {
-  return api.post("session/close", { session_id: sessionId, seconds }, { keepalive: true }).catch(() => {}); // the server logs it
+/** Tell the server that a session is over; it hangs up what is not. @param {string} sessionId @param {number | null} seconds by the service's count @param {string} [reason] the error that ended it */
+function hangUp(sessionId, seconds, reason) {
+  return api.post("session/close", { session_id: sessionId, seconds, reason }, { keepalive: true }).catch(() => {}); // the server logs it
 }
 
 /** Tell the server that a session is up. It hangs up what it does not hear of for long. @param {{attempt: number, sessionId: string, seconds: number | null}} effect */

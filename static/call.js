@@ -9,7 +9,8 @@
 //   connecting  microphone, offer, answer under way    started -> live; hangUp, 25 s, and whatever
 //                                                      fails -> idle
 //   live        session.started came                   hangUp, left, and in time -> closing; lost,
-//                                                      closed, 8 s without a line -> idle
+//                                                      closed, an error that ends it, 8 s without
+//                                                      a line -> idle
 //     asleep      paused by the service                resumed
 //     renewal     the next session is being opened     its start, or the end of this -> connecting
 //   closing     session.close sent, or the page left   closed, lost, 5 s, returned -> idle
@@ -84,13 +85,13 @@ const TABLE = {
   idle: { ...ALWAYS, dial: session.dial, opened: session.late },
   connecting: {
     ...ALWAYS, opened: session.opened, started: session.started, failed: session.failed, lost: session.lost, closed: session.lost,
-    hangUp: session.abandon,
+    trouble: session.troubled, hangUp: session.abandon,
   },
   live: {
     ...ALWAYS, hangUp: ending(session.close, words.handOverAll), closed: ending(session.closed), lost: ending(session.lost),
     link: session.link, paused: session.paused, resumed: session.resumed, allowed: session.allowed, usage: session.usage, media: session.media,
     heard: words.heard, delegated: words.delegated,
-    placed: voice.placed, sound: voice.sound, trouble: voice.trouble,
+    placed: voice.placed, sound: voice.sound, trouble: ending(session.troubled),
     stopSpeaking: voice.stopSpeaking, goOn: voice.goOn, sayAgain: voice.sayAgain,
   },
   closing: { ...ALWAYS, heard: words.heard, usage: session.usage, closed: session.closed, lost: session.lost },
@@ -100,6 +101,7 @@ const TABLE = {
 const RENEWAL = {
   opened: session.renewalOpened, started: ending(session.renewalStarted),
   failed: session.renewalFailed, lost: session.renewalFailed, closed: session.renewalFailed,
+  trouble: session.renewalTroubled,
 };
 
 const OF_SESSION = new Set([

@@ -209,7 +209,7 @@ const EVENTS = [
   { type: "heard", speaker: "user", text: " Yes.", startMs: 9000, endMs: 9200, id: null },
   { type: "delegated", id: "d9" },
   { type: "placed", sent: null, endMs: 8000 },
-  { type: "trouble", sent: null, code: "invalid_value", message: "" },
+  { type: "trouble", sent: null, code: "invalid_value" },
   { type: "sound", on: true },
   { type: "usage", seconds: 9 },
   { type: "paused" },
@@ -287,6 +287,7 @@ describe("every event in every situation", () => {
       for (let n = 0; n < count; n++) watched.play(event(n));
     };
 
+    again(600, (n) => ({ type: "trouble", sent: null, code: `x${n}` }));
     again(600, (n) => ({ type: "notice", level: "info", text: `${n}` }));
     again(600, (n) => ({ type: "delegated", id: `x${n}` }));
     again(600, (n) => ({ type: "update", key: "d1", update: { type: "tool", status: "completed", label: `step ${n}` } }));
@@ -400,7 +401,7 @@ class Walk {
       [1, { type: "refused", key: run, message: "No." }],
       [1, { type: "mute", on: this.random(2) === 0 }],
       [1, { type: "link", broken: this.random(6) === 0 }],
-      [1, { type: "trouble", sent: this.#one(["newest", null]), code: "", message: "" }],
+      [1, { type: "trouble", sent: this.#one(["newest", null]), code: this.#one(["unknown", "unknown", "server_error"]) }],
       [1, { type: "usage", seconds: id }],
       [2, { type: this.#one(["paused", "resumed", "resumed"]) }],
       [1, { type: "allowed", secondsLeft: this.#one([null, 100000]) }],
@@ -780,12 +781,22 @@ const FROM_VOICE = [
       event_id: "event_11",
       error: { type: "invalid_request_error", code: "invalid_value", message: "Too long.", param: "content", client_event_id: "say_8" },
     },
-    { type: "trouble", code: "invalid_value", message: "Too long.", sent: "say_8" },
+    { type: "trouble", code: "invalid_value", sent: "say_8" },
   ],
   [
     { type: "error", event_id: "event_11", client_event_id: "say_8", error: { code: null, message: "Too long." } },
-    { type: "trouble", code: "", message: "Too long.", sent: "say_8" },
+    { type: "trouble", code: "unknown", sent: "say_8" },
   ],
+  // A code goes to the screen and into the server's log.
+  ...[
+    [{ code: "credit_balance_exhausted", message: "No credit." }, "credit_balance_exhausted"],
+    [{ type: "server_error", code: null }, "server_error"],
+    [{ code: 'A "code"\n<b>', message: "" }, "a_code_b_"],
+    [{ code: "x".repeat(1000) }, "x".repeat(64)],
+    [{ code: 404 }, "unknown"],
+    ["nonsense", "unknown"],
+    [undefined, "unknown"],
+  ].map(([error, code]) => [{ type: "error", event_id: "event_11", error }, { type: "trouble", code, sent: null }]),
   [
     {
       type: "session.closed",

@@ -1775,6 +1775,29 @@ def test_a_call_can_be_closed_whatever_openai_says(bench, answer):
     assert hung_up(b) == ["live_u1_a-B"]
 
 
+def test_the_error_that_ended_a_call_is_logged(bench, heard):
+    b = bench()
+
+    b.close_call("live_1")
+    assert "troubled" not in heard.text
+    b.close_call("live_1", reason="credit_balance_exhausted")
+
+    (record,) = [each for each in heard.records if "session.troubled" in each.getMessage()]
+    assert record.getMessage() == "session.troubled session=live_1 reason=credit_balance_exhausted"
+    assert record.levelno == logging.WARNING
+    assert hung_up(b) == ["live_1", "live_1"]
+
+
+@pytest.mark.parametrize("reason", ["", "a b", "no-dash", "A", "x" * 65, "x\n", "x=1", 5, 0, False, [], {}])
+def test_a_reason_is_a_code_and_nothing_else(bench, reason):
+    b = bench()
+
+    with pytest.raises(BadRequest, match="'reason'"):
+        b.close_call("live_1", reason=reason)
+
+    assert b.openai.seen == []
+
+
 @pytest.mark.parametrize("session_id", [None, 5, "", "..", "a/b", "a%2Fb", "live_1\n"])
 def test_only_a_session_s_id_can_be_closed(bench, session_id):
     b = bench()

@@ -257,6 +257,53 @@ def test_an_end_by_the_service_is_told_with_what_to_do(browser, reason, words):
         assert line.live.creates == 1
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("credit_balance_exhausted", "Add some in OpenAI's billing settings."),
+        ("invalid_api_key", "Run hermes-voice with --check to see why."),
+        ("server_error", "because of a fault of its own."),
+        ("session_expired", "The call reached the longest time OpenAI allows."),
+    ],
+)
+def test_an_error_that_ends_the_session_ends_the_call_with_what_to_do_and_a_line_in_the_log(
+    browser, code, words
+):
+    hermes, gate = working("The build is green.")
+    with Line(browser, hermes, {"progress": "off"}) as line:
+        session = line.start()
+        session.user_says("Check the build.", delegate=True)
+        expect(line.card).to_contain_text("Working")
+
+        session.report(code)
+
+        expect(line.log).to_contain_text(f"{words} Your tasks go on; start the call again to hear of them.")
+        expect(line.button("Reconnect")).to_be_visible()
+        line.live.wait_for(lambda: session.closed_reason, about="the end of the session")
+        line.live.wait_for(lambda: "session.troubled" in line.sidecar.log, about="a line in the log")
+        assert f"session.troubled session={session.id} reason={code}\n" in line.sidecar.log
+        gate.set()
+        expect(line.card).to_contain_text("The build is green.")
+        line.button("Reconnect").click()
+        line.live.wait_live(count=2)
+        line.live.wait_spoken("The build is green.")
+
+
+def test_an_error_that_nobody_knows_is_told_once_by_its_code_and_the_call_goes_on(browser):
+    with Line(browser, answering("It is green.")) as line:
+        session = line.start()
+
+        session.report("brand_new_trouble")
+        session.report("brand_new_trouble")
+        session.report("context_injection_incomplete")
+
+        expect(line.log).to_contain_text("OpenAI reported an error (brand_new_trouble). The call goes on")
+        session.user_says("Check the build.", delegate=True)
+        line.live.wait_spoken("It is green.")
+        assert line.page.locator(".notice").count() == 1
+        assert "session.troubled" not in line.sidecar.log
+
+
 def test_a_spoken_goodbye_hangs_up_and_runs_nothing(browser):
     with Line(browser, answering("Yes.")) as line:
         session = line.start()
