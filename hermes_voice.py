@@ -1866,7 +1866,7 @@ class Run:
     steps_before: list[str] = field(default_factory=list)
     body: Json | None = None  # what Hermes is sent, from before it is until it has taken it
     idempotent: bool = False  # whether Hermes can be sent it again
-    delivered: str = ""  # which page has claimed to tell the user of the end
+    delivered: str = ""  # which page has told the user of the end
     resumed: bool = False  # whether an earlier process of ours began it
     steers: list[Steer] = field(default_factory=list)  # until the run ends
     saved: object = None  # its mark when it was last written down
@@ -2044,6 +2044,45 @@ class RunBook:
             del self._runs[run_id]
 
 
+# Telling the user of a run's end
+#
+#   telling    means                                    left by
+#   free       no page is at it                         claim -> claimed; told -> told
+#   claimed    one page tells it, or is about to        claim again: kept up; given back, or not
+#                                                       kept up for CLAIM_SECONDS -> free; told -> told
+#   told       the user has heard it on some page       -
+#
+# A claim is in memory and lapses with its page or its call, which keep it up; that it was told
+# stands in the journal. What must stay true, in any order of calls:
+#
+#   1. Two pages never have the same claim at once.
+#   2. Sent is not told: only the page's word that it was heard ends the telling.
+#   3. What was told stays told. Only the page that told it may claim it again, for its own user.
+#   4. Every page's word counts, also if its claim has lapsed or is another's: it was heard.
+
+CLAIM_SECONDS = 10  # the page keeps a claim up every 3 s, so that two of these may be lost
+
+
+class Claims:
+    """Which page tells the user of a run's end. The caller holds the lock."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[str, float]] = {}  # page and end, by the run's id
+
+    def claim(self, run_id: str, page: str, now: float) -> bool:
+        """Give a page the claim, or keep it up. False while another page has it."""
+        self._held = {run_id: held for run_id, held in self._held.items() if held[1] > now}
+        if self._held.get(run_id, (page, now))[0] != page:
+            return False
+        self._held[run_id] = (page, now + CLAIM_SECONDS)
+        return True
+
+    def give_back(self, run_id: str, page: str) -> None:
+        """Let other pages claim it at once, if the claim is this page's."""
+        if self._held.get(run_id, ("", 0.0))[0] == page:
+            del self._held[run_id]
+
+
 # The meter
 
 BILLED_LEAST = 15  # seconds; the vendor takes them with the opening
@@ -2136,7 +2175,7 @@ def pair_time(access: str, code: str, now: float, after: float) -> float:
 #   the POST to Hermes                  the same body is sent again, or not, but never another
 #   following the run                   its status is looked up instead
 #   its final update                    the answer is there to be told
-#   the answer to /runs/<id>/delivered  no second page tells it again
+#   the answer to a page's `told`       no page tells it again
 #
 # A disk that fails later on is warned about and does not take a call down.
 
@@ -2290,10 +2329,9 @@ class Journal:
         query = "select * from runs where conversation = ? order by created desc limit ?"
         return [_run_of(row) for row in reversed(self._read(query, conversation, RUNS_LISTED))]
 
-    def deliver(self, run_id: str, page: str) -> bool:
-        """Claim to tell the user how a run ended. True for the first page that does."""
-        query = "update runs set delivered = ? where id = ? and ended and delivered in ('', ?)"
-        return self._write((query, page, run_id, page)) != 0
+    def deliver(self, run_id: str, page: str) -> None:
+        """Write down which page told the user how a run ended. The first one's word stays."""
+        self._write(("update runs set delivered = ? where id = ? and ended and delivered = ''", page, run_id))
 
     def note_approval(self, run: Run, question: Question, answer: str, by: str, at: float) -> None:
         """Write down what was asked and how it was answered."""
@@ -2864,6 +2902,7 @@ STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
 SHORTEST_CALL = 60  # seconds; with less left none is opened
 SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
 HEARD_LIMIT = 2000  # characters
+REASON = re.compile(r"[a-z0-9_]{1,64}")  # a code of the voice service's errors, as the page gives it
 
 # The config's keys that `GET /config` carries as they are.
 PAGE_KEYS = (
@@ -2943,6 +2982,7 @@ class App:
         self.waits = Waits()
         self.changed = threading.Condition()
         self.book = RunBook()
+        self.claims = Claims()
         self.closing = False
         self.starts: deque[float] = deque(maxlen=STARTS_PER_MINUTE)
         self.start_number = 0
@@ -3088,8 +3128,16 @@ def has_standby(config: Config) -> bool:
 
 
 def post_session_close(app: App, request: Request) -> Reply:
-    """Hang a session up from here: it is over, its page is gone, or its start was abandoned."""
+    """Hang a session up from here: it is over, its page is gone, or its start was abandoned.
+
+    `reason` is the code of the error that ended it, if one did.
+    """
     session_id, billed = metered(request.body)
+    reason = request.body.get("reason")
+    if reason is not None and not (isinstance(reason, str) and REASON.fullmatch(reason)):
+        raise BadRequest("'reason' must be 1 to 64 lower-case letters, digits or '_'.")
+    if reason:
+        log_event("session.troubled", logging.WARNING, session=session_id, reason=reason)
     with app.changed:
         note_session(app, session_id, billed=billed)
     hang_up(app, session_id)
@@ -3571,21 +3619,33 @@ def run_summary(run: Run) -> Json:
 
 
 def post_delivered(app: App, request: Request) -> Reply:
-    """Claim to tell the user how a run ended, so that two pages never both do.
+    """Claim to tell the user how a run ended, or keep that up; with `told`, say whether it was heard.
 
-    A page that names itself may repeat its claim, in case the answer was lost.
+    True is the end of it, false gives the claim back.
     """
-    page = id_of(request.body, "page", app.new_id())
+    page, told = id_of(request.body, "page", app.new_id()), request.body.get("told")
+    if told is not None and not isinstance(told, bool):
+        raise BadRequest("'told' must be true or false.")
     with app.changed:
         run = app.find(request.ids[0])
         if run.final is None:
             raise Conflict("The task has not ended yet.", code="not_ended")
-        # A run in the book knows it itself, whatever the disk does.
-        first = app.journal.deliver(run.id, page) or run is app.book.get(run.id)
-        if run.delivered not in ("", page) or not first:
-            raise Conflict("Another page has told the user of it.", code="delivered")
-        run.delivered = page
-    return Reply({"run_id": run.id, "delivered": True})
+        if told is None:
+            claim_telling(app, run, page)
+        else:
+            app.claims.give_back(run.id, page)
+        if told and not run.delivered:
+            run.delivered = page  # A run in the book knows it itself, whatever the disk does.
+            app.journal.deliver(run.id, page)
+        return Reply({"run_id": run.id, "delivered": bool(run.delivered)})
+
+
+def claim_telling(app: App, run: Run, page: str) -> None:
+    """Let a page tell the user of a run's end. Raise Conflict if another has, or is at it."""
+    if run.delivered not in ("", page):
+        raise Conflict("Another page has told the user of it.", code="delivered")
+    if not app.claims.claim(run.id, page, app.clock()):
+        raise Conflict("Another page is telling the user of it.", code="claimed")
 
 
 def resume_runs(app: App) -> None:

@@ -71,10 +71,10 @@ function explained(error) {
 /** @type {Record<string, (effect: any) => void>} */
 const EFFECTS = {
   open: (effect) => void open(effect),
-  takeOver: ({ over, sessionId, seconds }) => {
+  takeOver: ({ over, sessionId, seconds, reason }) => {
     letGo(over);
     [current, next] = [next, null];
-    if (sessionId) void hangUp(sessionId, seconds);
+    if (sessionId) void hangUp(sessionId, seconds, reason);
   },
   meter: (effect) => void meter(effect),
   send: ({ message }) => current?.session.send(message),
@@ -83,9 +83,9 @@ const EFFECTS = {
   },
   silence: ({ on }) => current?.session.silence(on),
   release: (effect) => EFFECTS.drop(effect), // the server closes its account of it
-  drop: ({ attempt, sessionId }) => {
+  drop: ({ attempt, sessionId, reason }) => {
     letGo(attempt);
-    if (sessionId) void hangUp(sessionId, attempt === state.attempt ? state.seconds : null);
+    if (sessionId) void hangUp(sessionId, attempt === state.attempt ? state.seconds : null, reason);
   },
   // The connection stays up for the service's own goodbye.
   goodbye: ({ sessionId, seconds }) => sessionId && void hangUp(sessionId, seconds),
@@ -96,6 +96,8 @@ const EFFECTS = {
   approve: (effect) => void approve(effect),
   draft: ({ text }) => view.draft(text),
   claim: (effect) => void claim(effect),
+  told: (effect) => void confirm(effect),
+  giveBack: ({ runId }) => void deliver(runId, { told: false }).catch(() => {}), // it lapses by itself
   keep: ({ lines }) => void keep(lines),
 };
 
@@ -135,9 +137,9 @@ function letGo(attempt) {
   current = null;
 }
 
-/** Tell the server that a session is over; it hangs up what is not. @param {string} sessionId @param {number | null} seconds by the service's count */
-function hangUp(sessionId, seconds) {
-  return api.post("session/close", { session_id: sessionId, seconds }, { keepalive: true }).catch(() => {}); // the server logs it
+/** Tell the server that a session is over; it hangs up what is not. @param {string} sessionId @param {number | null} seconds by the service's count @param {string} [reason] the error that ended it */
+function hangUp(sessionId, seconds, reason) {
+  return api.post("session/close", { session_id: sessionId, seconds, reason }, { keepalive: true }).catch(() => {}); // the server logs it
 }
 
 /** Tell the server that a session is up. It hangs up what it does not hear of for long. @param {{attempt: number, sessionId: string, seconds: number | null}} effect */
@@ -190,15 +192,32 @@ async function approve({ key, runId, requestId, choice, heard, typed, late }) {
   }
 }
 
+/** What this page does about a run's end. It may be the last thing it does. @param {string} runId @param {{told?: boolean}} [more] */
+function deliver(runId, more) {
+  return api.post(`runs/${runId}/delivered`, { page, ...more }, { keepalive: true });
+}
+
 /** @param {{key: string, runId: string}} effect */
 async function claim({ key, runId }) {
   try {
-    await api.post(`runs/${runId}/delivered`, { page });
+    await deliver(runId);
     dispatch({ type: "claimed", key, mine: true });
   } catch (error) {
-    const { status = 0 } = explained(error);
+    const { status = 0, code } = explained(error);
     // A run that the server has forgotten can be told by nobody else.
-    dispatch({ type: "claimed", key, mine: status === 404 ? true : status === 409 ? false : null });
+    dispatch({ type: "claimed", key, mine: status === 404 ? true : status === 409 ? false : null, told: code === "delivered" });
+  }
+}
+
+/** @param {{key: string, runId: string}} effect */
+async function confirm({ key, runId }) {
+  try {
+    await deliver(runId, { told: true });
+    dispatch({ type: "confirmed", key, known: true });
+  } catch (error) {
+    const { message, status = 0 } = explained(error);
+    if (status === 401 && api.token) askForToken(message); // a wrong one would be counted every time
+    dispatch({ type: "confirmed", key, known: status === 404 });
   }
 }
 

@@ -9,7 +9,8 @@
 //   connecting  microphone, offer, answer under way    started -> live; hangUp, 25 s, and whatever
 //                                                      fails -> idle
 //   live        session.started came                   hangUp, left, and in time -> closing; lost,
-//                                                      closed, 8 s without a line -> idle
+//                                                      closed, an error that ends it, 8 s without
+//                                                      a line -> idle
 //     asleep      paused by the service                resumed
 //     renewal     the next session is being opened     its start, or the end of this -> connecting
 //   closing     session.close sent, or the page left   closed, lost, 5 s, returned -> idle
@@ -32,8 +33,8 @@
 //   5. A spoken answer to a question is an utterance that began when this question was the newest
 //      thing the voice had been heard saying; a click or a key that was on its way when the
 //      question came is none.
-//   6. A result is told by one page only: the one whose claim came first. Sent is not spoken:
-//      what was not heard of it is told in the next session.
+//   6. A result is told by one page at a time: the one that has the claim to it. Sent is not
+//      spoken: what was not heard of it is told in the next session, here or on another page.
 //   7. A session that connects after the user hung up is closed, not ignored.
 //   8. To a line that is asleep, or about to be replaced, only mute and close are sent.
 //   9. No session is opened but by the user, for a renewal, or after a planned hang-up.
@@ -72,6 +73,7 @@ const ALWAYS = {
   update: runs.update,
   streamEnded: runs.streamEnded,
   claimed: runs.claimed,
+  confirmed: runs.confirmed,
   stopRun: runs.stopRun,
   refused: runs.refused,
   approve: questions.approve,
@@ -85,13 +87,13 @@ const TABLE = {
   idle: { ...ALWAYS, dial: session.dial, opened: session.late },
   connecting: {
     ...ALWAYS, opened: session.opened, started: session.started, failed: session.failed, lost: session.lost, closed: session.lost,
-    hangUp: session.abandon,
+    trouble: session.troubled, hangUp: session.abandon,
   },
   live: {
     ...ALWAYS, hangUp: ending(session.close, words.handOverAll), closed: ending(session.closed), lost: ending(session.lost),
     link: session.link, paused: session.paused, resumed: session.resumed, allowed: session.allowed, usage: session.usage, media: session.media,
     heard: words.heard, delegated: words.delegated,
-    placed: voice.placed, sound: voice.sound, trouble: voice.trouble,
+    placed: voice.placed, sound: voice.sound, trouble: ending(session.troubled),
     stopSpeaking: voice.stopSpeaking, goOn: voice.goOn, sayAgain: voice.sayAgain,
   },
   closing: { ...ALWAYS, heard: words.heard, usage: session.usage, closed: session.closed, lost: session.lost },
@@ -101,6 +103,7 @@ const TABLE = {
 const RENEWAL = {
   opened: session.renewalOpened, started: ending(session.renewalStarted),
   failed: session.renewalFailed, lost: session.renewalFailed, closed: session.renewalFailed,
+  trouble: session.renewalTroubled,
 };
 
 const OF_SESSION = new Set([

@@ -2,18 +2,39 @@
 //
 //   run         starting -> queued, running, unreachable, stopping -> ended
 //   stream      followed -> broken -> followed again, until it is hopeless: the end is unknown
-//   answer      due -> asked (the server is asked for the right to tell it) -> mine -> told
 //
 // A run lives at the server, whatever happens here; its updates count once, by their number.
+//
+//   answer   means                               left by
+//   due      to be told in a call                in a call -> asked; the server never named the
+//                                                run, so nobody else knows it -> mine
+//   asked    the server is asked for the claim   granted -> mine; another page has it, or there is
+//                                                no answer -> due, after 2 s; another page has told
+//                                                it -> told
+//   mine     in the queue, the claim is kept up  nothing is left to be heard -> heard; the session
+//                                                is over or the page left -> due, the claim is given
+//                                                back; another page has it -> due, or told
+//   heard    the server is told that             it knows -> told; else it is told again
+//   told     nothing is owed                     -
+//
+// What must stay true:
+//
+//   1. Nothing is said of an end but while the claim to it is this page's.
+//   2. Sent is not heard: what never sounded, or not for the most part before the session was
+//      lost, is left, and due in the next call of whichever page.
+//   3. What the user cut off is told: they can ask this page to go on. What was told to be quiet
+//      before it began is left.
+//   4. The server is told what was heard until it knows, in a call or not.
 
 import { progressWords, sayAt, waitingWords } from "./progress.js";
 import { ask, asks, closedWithRun, closes, releaseCaptured } from "./questions.js";
+import * as speech from "./speech.js";
 import { assign, chain, changed, delegationOf, delegationsOf, doing, each, isAsking, isHeld, note, noteAll, notify, say, unsay } from "./state.js";
 import { workingWords } from "./status.js";
 import * as transcript from "./transcript.js";
 import { cut, fits } from "./wire.js";
 
-/** @import { EventRule, Rule, Run, State, Step } from "./state.js" */
+/** @import { Effect, EventRule, Rule, Run, State, Step } from "./state.js" */
 /** @typedef {(state: State, run: Run, update: any) => Step} UpdateRule */
 
 const RUNS_KEPT = 100;
@@ -22,7 +43,8 @@ const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
 const RETRIES_MOST = 8;
 const RETRY_MOST_MS = 15000; // between two of them
-const CLAIM_AGAIN_MS = 2000;
+const CLAIM_AGAIN_MS = 2000; // after a claim that another page had, or that nobody answered
+const KEEP_CLAIM_MS = 3000; // the server lets a claim lapse that nobody has kept up for 10 s
 const TITLE_BYTES = 120; // of a request that an answer names
 
 // ---- its beginning
@@ -196,29 +218,75 @@ function goOn(state, run, update) {
 
 /** What is to be said of a run's end, once it may. @param {State} state @param {string} key @param {string[]} say @returns {State} */
 function owe(state, key, say) {
-  return changed(state, key, (run) => {
-    // A run the server never named is known to this page only.
-    const claim = !say.length ? /** @type {const} */ ("told") : run.runId ? /** @type {const} */ ("due") : /** @type {const} */ ("mine");
-    return { ...run, owed: say, claim };
+  return changed(state, key, (run) => ({ ...run, owed: say, claim: say.length ? "due" : "told", claimAt: 0 }));
+}
+
+/** @param {State} state @param {Run} run */
+const isTime = (state, run) => state.now >= run.claimAt;
+
+// An answer that is so far, at such a moment, needs this. The first that fits.
+/** @type {[claim: string, when: (state: State, run: Run) => boolean, then: (state: State, run: Run) => Step][]} */
+const TELLING = [
+  ["heard", isTime, confirm],
+  ["mine", (state, run) => state.phase === "live" && !left(run, state.speech).length, confirm],
+  ["mine", (state, run) => state.phase === "live" && isTime(state, run), keepUp],
+  ["due", (state, run) => state.phase === "live" && isTime(state, run), askFor],
+];
+
+/** Claim what is to be told, keep up what is being told, and confirm what was heard. @type {Rule} */
+export function claimDue(state) {
+  return each(state, state.runs, (s, run) => {
+    const row = TELLING.find(([claim, when]) => run.claim === claim && when(s, run));
+    return row ? row[2](s, run) : [s, []];
   });
 }
 
-/** In a call, claim what is to be told. @type {Rule} */
-export function claimDue(state) {
-  if (state.phase !== "live") return [state, []];
-  const mine = state.runs.filter((run) => run.claim === "mine").reduce(tell, state);
-  const due = mine.runs.filter((run) => run.claim === "due" && state.now >= run.claimAt);
-  return each(mine, due, (s, { key, runId }) => [changed(s, key, (run) => ({ ...run, claim: "asked" })), [{ do: "claim", key, runId }]]);
+/** @param {State} state @param {string} key @param {Run["claim"]} claim @param {number} at @returns {State} */
+function claimIs(state, key, claim, at) {
+  return changed(state, key, (run) => ({ ...run, claim, claimAt: at }));
 }
 
-/** The answer to a claim; `mine` is null if there was none. @type {EventRule} */
+/** @param {State} state @param {Run} run @returns {Step} */
+function askFor(state, run) {
+  const { key, runId } = run;
+  if (!runId) return [tell(state, run), []];
+  return [claimIs(state, key, "asked", Infinity), [{ do: "claim", key, runId }]];
+}
+
+/** @param {State} state @param {Run} run @returns {Step} */
+function keepUp(state, { key, runId }) {
+  return [claimIs(state, key, "mine", Infinity), runId ? [{ do: "claim", key, runId, again: true }] : []];
+}
+
+/** @param {State} state @param {Run} run @returns {Step} */
+function confirm(state, { key, runId }) {
+  return runId ? [claimIs(state, key, "heard", Infinity), [{ do: "told", key, runId }]] : [claimIs(state, key, "told", 0), []];
+}
+
+/** The answer to a claim: `mine` is null if there was none; another page has it, or has `told` it. @type {EventRule} */
 export function claimed(state, event) {
-  const run = state.runs.find((r) => r.key === event.key && r.claim === "asked");
+  const run = state.runs.find((r) => r.key === event.key && ["asked", "mine"].includes(r.claim));
   if (!run) return [state, []];
-  if (event.mine === null) return [changed(state, run.key, (r) => ({ ...r, claim: "due", claimAt: state.now + CLAIM_AGAIN_MS })), []];
-  const next = changed(state, run.key, (r) => ({ ...r, claim: event.mine ? "mine" : "told" }));
-  if (event.mine) return claimDue(next);
-  return note(next, "The answer to this was told by another page.", delegationOf(state, run.key));
+  const again = state.now + CLAIM_AGAIN_MS;
+  if (event.mine === null) return [claimIs(state, run.key, run.claim === "mine" ? "mine" : "due", again), []];
+  if (event.mine) return granted(state, run);
+  const quiet = { ...state, speech: speech.without(state.speech, run.key) };
+  if (!event.told) return [claimIs(quiet, run.key, "due", again), []];
+  return note(claimIs(quiet, run.key, "told", 0), "The answer to this was told by another page.", delegationOf(state, run.key));
+}
+
+/** @param {State} state @param {Run} run @returns {Step} */
+function granted(state, run) {
+  if (run.claim === "mine") return [claimIs(state, run.key, "mine", state.now + KEEP_CLAIM_MS), []];
+  if (state.phase === "live" && !speech.isFull(state.speech)) return [tell(state, run), []];
+  return [claimIs(state, run.key, "due", state.now + CLAIM_AGAIN_MS), [{ do: "giveBack", key: run.key, runId: run.runId }]];
+}
+
+/** The server knows that a result was heard, or could not be told. @type {EventRule} */
+export function confirmed(state, event) {
+  const run = state.runs.find((r) => r.key === event.key && r.claim === "heard");
+  if (!run) return [state, []];
+  return [event.known ? claimIs(state, run.key, "told", 0) : claimIs(state, run.key, "heard", state.now + CLAIM_AGAIN_MS), []];
 }
 
 /** What leads to a result that is not about what was asked last. @param {State} state @param {Run} run */
@@ -235,16 +303,31 @@ function tell(state, run) {
   const title = titleOf(state, run);
   const together = `${title} ${first}`.trim();
   const pieces = title && !fits(together) ? [title, ...run.owed] : [together, ...others];
-  const told = changed(state, run.key, (r) => ({ ...r, claim: "told" }));
+  // What the user asked to hear again of it comes with it.
+  const queue = speech.without(state.speech, run.key);
+  const told = claimIs({ ...state, speech: queue }, run.key, "mine", state.now + KEEP_CLAIM_MS);
   return say(told, "result", pieces, delegationOf(state, run.key), run.key);
 }
 
-/** What was not heard of a result is told in the next session. @param {Run} run @param {import("./speech.js").Speech} queue @returns {Run} */
+/** What is left to be heard of a run's end. It may stand behind what leads to it, or in halves. @param {Run} run @param {speech.Speech} queue */
+function left(run, queue) {
+  const pieces = speech.leftOf(queue, run.key);
+  return run.owed.filter((text) => pieces.some((piece) => piece.text.endsWith(text) || (piece.half && text.includes(piece.text))));
+}
+
+/** The session is over: what was not heard of a result is told in the next one. @param {Run} run @param {speech.Speech} queue @returns {Run} */
 export function untold(run, queue) {
-  const waiting = queue.waiting.filter((piece) => piece.kind === "result" && piece.run === run.key);
-  // It may stand behind what leads to it, or as a half.
-  const left = run.owed.filter((text) => waiting.some((piece) => piece.text.endsWith(text) || text.endsWith(piece.text)));
-  return left.length ? { ...run, claim: "mine", owed: left } : run;
+  const owed = left(run, queue);
+  if (run.claim === "asked") return run;
+  if (owed.length) return { ...run, claim: "due", claimAt: 0, owed };
+  return run.claim === "mine" ? { ...run, claim: "heard", claimAt: 0 } : run;
+}
+
+/** The claims that a page has no more use for. @param {State} before @param {State} after @returns {Effect[]} */
+export function givenBack(before, after) {
+  const mine = new Set(before.runs.filter((run) => run.claim === "mine").map((run) => run.key));
+  const due = after.runs.filter((run) => run.claim === "due" && run.runId && mine.has(run.key));
+  return due.map(({ key, runId }) => ({ do: "giveBack", key, runId }));
 }
 
 // ---- its stream

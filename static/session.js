@@ -6,6 +6,7 @@
 //   asleep      until somebody speaks; what is not mute or close is held
 //   renewal     at most 25 s; the next session takes over at its start or at this one's end,
 //               whichever comes first; if it fails, this one goes on
+//   troubled    the service reports an error: trouble.js says whether that is the end
 //   closing     5 s at most
 //   over        what was not said and not asked waits for the next session
 //
@@ -13,10 +14,12 @@
 
 import * as meter from "./meter.js";
 import { ask, requeued } from "./questions.js";
-import { claimDue, untold } from "./runs.js";
+import { claimDue, givenBack, untold } from "./runs.js";
 import * as speech from "./speech.js";
 import { chain, doing, keep, notify, openQuestion, release, say, sendOrHold, unsay, whileLive } from "./state.js";
 import * as transcript from "./transcript.js";
+import { endOf, refusalOf, wordsOf } from "./trouble.js";
+import { refused } from "./voice.js";
 import * as watch from "./watch.js";
 import { closeMessage, muteMessage } from "./wire.js";
 
@@ -27,6 +30,7 @@ const CLOSE_MS = 5000; // from session.close until we stop waiting for session.c
 const GRACE_MS = 8000; // a broken connection may come back by itself
 const METER_MS = 30000; // the sidecar hangs up a session it has not heard of for 3 min
 const HISTORY_LINES = 24;
+const CODES_KEPT = 20; // of errors that were told
 
 // ---- it begins
 
@@ -72,9 +76,9 @@ export function late(state, event) {
   return [state, [drop(event)]];
 }
 
-/** @param {{attempt: number, sessionId: string | null} | import("./wire.js").Event} session @returns {Effect} */
-function drop({ attempt, sessionId }) {
-  return { do: "drop", attempt, sessionId };
+/** `reason`: the code of the error that ended it. @param {{attempt: number, sessionId: string | null} | import("./wire.js").Event} session @param {string} [reason] @returns {Effect} */
+function drop({ attempt, sessionId }, reason) {
+  return { do: "drop", attempt, sessionId, ...(reason ? { reason } : {}) };
 }
 
 /** @type {EventRule} */
@@ -127,11 +131,17 @@ export function renewalFailed(state, event) {
   const minutes = Math.max(1, Math.round((state.expiresAt - state.now) / 60000));
   const why = event.message ?? "The next session ended before it began.";
   const told = notify(state, "error", `The call could not be renewed, and ends in about ${minutes} min. ${why}`);
-  return chain({ ...told, renewal: null, renewals: state.renewals + 1, triedAt: state.now }, doing(drop(renewal)), release);
+  const gone = { ...told, renewal: null, renewals: state.renewals + 1, triedAt: state.now };
+  return chain(gone, doing(drop(renewal, event.code)), release);
 }
 
-/** The next session takes the place of the present one, within the same call. @param {State} state @param {Renewal} renewal @returns {Step} */
-function takeOver(state, { attempt, sessionId, at }) {
+/** @type {EventRule} */
+export function renewalTroubled(state, event) {
+  return renewalFailed(state, { ...event, message: refusalOf(event.code) });
+}
+
+/** The next session takes the place of the present one, within the same call. @param {State} state @param {Renewal} renewal @param {string} [reason] @returns {Step} */
+function takeOver(state, { attempt, sessionId, at }, reason) {
   const rest = over(state);
   const next = /** @type {State} */ ({
     ...rest,
@@ -143,7 +153,8 @@ function takeOver(state, { attempt, sessionId, at }) {
     seconds: null,
     runs: rest.runs.map((run) => (run.attempt === state.attempt ? { ...run, attempt } : run)),
   });
-  const taken = { do: "takeOver", attempt, over: state.attempt, sessionId: state.sessionId, seconds: state.seconds };
+  const gone = { over: state.attempt, sessionId: state.sessionId, seconds: state.seconds };
+  const taken = { do: "takeOver", attempt, ...gone, ...(reason ? { reason } : {}) };
   // The next voice comes out of the same loudspeaker.
   return [next, state.silenced ? [taken, { do: "silence", on: false }] : [taken]];
 }
@@ -218,10 +229,12 @@ export function failed(state, event) {
 export function leave(state) {
   const { phase, sessionId, seconds, renewal } = state;
   const goodbye = { do: "goodbye", sessionId, seconds };
-  if (phase === "idle" || phase === "closing") return [state, phase === "closing" ? [goodbye] : []];
+  if (phase === "idle") return [state, []];
   const next = /** @type {State} */ ({ ...state, phase: "closing", closingAt: state.now, renewal: null, left: true });
   if (phase === "connecting") return abandon(next);
-  return [next, renewal ? [goodbye, drop(renewal)] : [goodbye]];
+  // What came until here may have been heard, and nothing that comes now.
+  const [parted, told] = claimDue(withoutSpeech(phase === "closing" ? state : next));
+  return [parted, [...givenBack(state, parted), ...told, goodbye, ...(renewal ? [drop(renewal)] : [])]];
 }
 
 /** It is shown again as it was. @type {Rule} */
@@ -242,11 +255,15 @@ const CLOSINGS = {
 };
 
 /** How the call ended, and what to do. @param {State} state @param {string | undefined} reason */
-function closing({ runs, speech: { waiting } }, reason) {
-  const told = CLOSINGS[reason ?? ""] ?? CLOSINGS.connection_lost;
-  if (runs.some((run) => !run.result)) return `${told} Your tasks go on; start the call again to hear of them.`;
-  const isOwing = runs.some(watch.isOwed) || waiting.some((piece) => piece.kind === "result");
-  return `${told} Start the call again ${isOwing ? "to hear the answer" : "whenever you like"}.`;
+function closing(state, reason) {
+  return whatNow(state, CLOSINGS[reason ?? ""] ?? CLOSINGS.connection_lost);
+}
+
+/** @param {State} state @param {string} why the call ended */
+function whatNow(state, why) {
+  if (state.runs.some((run) => !run.result)) return `${why} Your tasks go on; start the call again to hear of them.`;
+  const isOwing = over(state).runs.some(watch.isOwed);
+  return `${why} Start the call again ${isOwing ? "to hear the answer" : "whenever you like"}.`;
 }
 
 /** The model's service closed the session. @type {EventRule} */
@@ -264,18 +281,31 @@ export function lost(state) {
   return ended(notify(state, "error", closing(state, "connection_lost"), true), true);
 }
 
-/** Back to idle; `still`: the session may still live at the service. @param {State} state @param {boolean} still @returns {Step} */
-function ended(state, still) {
-  const gone = drop(state);
-  const effects = [still ? gone : { ...gone, do: "release" }];
-  return [over(state), state.renewal ? [...effects, drop(state.renewal)] : effects];
+/** The service reports an error: the end of the session, of one message, or of nothing. @type {EventRule} */
+export function troubled(state, event) {
+  const { sent, code } = event;
+  const why = state.phase === "connecting" ? refusalOf(code) : endOf(code, sent === null);
+  if (why && state.renewal) return takeOver(state, state.renewal, code);
+  if (why) return ended(notify(state, "error", whatNow(state, why), true), true, code);
+  const words = wordsOf(code);
+  if (words && sent !== null) return refused(state, event);
+  const { told } = state.flow;
+  if (!words || told.includes(code)) return [state, []];
+  return [notify({ ...state, flow: { ...state.flow, told: [...told, code].slice(-CODES_KEPT) } }, "error", words), []];
+}
+
+/** Back to idle; `still`: the session may still live at the service; `reason`: the error that ended it. @param {State} state @param {boolean} still @param {string} [reason] @returns {Step} */
+function ended(state, still, reason) {
+  const gone = drop(state, reason);
+  const next = state.renewal ? [drop(state.renewal)] : [];
+  const [after, told] = claimDue(over(state));
+  return [after, [still ? gone : { ...gone, do: "release" }, ...next, ...givenBack(state, after), ...told]];
 }
 
 /** The state after a session: what it had and did not bring to its end waits for the next. @param {State} state @returns {State} */
 function over(state) {
-  const queue = speech.ended(state.speech, state.now, state.phase === "closing");
   return {
-    ...state,
+    ...withoutSpeech(state),
     phase: /** @type {const} */ ("idle"),
     sessionId: null,
     renewal: null,
@@ -285,14 +315,18 @@ function over(state) {
     silenced: false,
     meter: meter.end(state.meter, state.now),
     delegations: [], // valid only on the connection that made them
-    speech: emptied(queue),
-    runs: state.runs.map((run) => untold(requeued(run), queue)),
   };
+}
+
+/** Nothing more is said. What was not heard, and not asked, waits. @param {State} state @returns {State} */
+function withoutSpeech(state) {
+  const queue = speech.ended(state.speech, state.now, state.phase === "closing");
+  return { ...state, speech: emptied(queue), runs: state.runs.map((run) => untold(requeued(run), queue)) };
 }
 
 /** The queue of a session that is over. @param {speech.Speech} queue @returns {speech.Speech} */
 function emptied(queue) {
-  return { ...queue, waiting: [], current: null, sounding: false };
+  return { ...queue, waiting: [], unheard: [], current: null, sounding: false };
 }
 
 // ---- as time goes by

@@ -8,6 +8,8 @@
 //   cut        the user talked over it and the voice gave way, or was told to be quiet: kept
 //   kept       -> queued again when the user asks to go on
 //   refused    too long for the model: sent once more as two halves, then given up
+//   unheard    a result that never sounded, or that was told to be quiet before it began: it
+//              is not said again in this session, but it was not told either
 //
 // What must stay true:
 //
@@ -24,7 +26,7 @@
  * @typedef {{id: string, piece: Piece, sentAt: number, placedAt: number | null, sounded: boolean,
  *   talkedOver: boolean, voiced: number}} Current
  *   `voiced`: so many characters of the voice's words came since it was placed
- * @typedef {{waiting: Piece[], current: Current | null, kept: Piece[], last: Piece[],
+ * @typedef {{waiting: Piece[], current: Current | null, kept: Piece[], unheard: Piece[], last: Piece[],
  *   sounding: boolean, soundAt: number, userAt: number, freeAt: number}} Speech
  *   `kept`: results that were cut off; `last`: the newest answer that was begun, whole;
  *   `soundAt`: when the voice last began or ceased; `userAt`: when the user's words last
@@ -51,7 +53,7 @@ const HELD = ["result", "progress"]; // while a question waits for its answer
 
 /** @type {Speech} */
 export const QUIET = {
-  waiting: [], current: null, kept: [], last: [], sounding: false, soundAt: -1e9, userAt: -1e9, freeAt: -1e9,
+  waiting: [], current: null, kept: [], unheard: [], last: [], sounding: false, soundAt: -1e9, userAt: -1e9, freeAt: -1e9,
 };
 
 /**
@@ -67,6 +69,16 @@ export function enqueue(speech, pieces) {
 /** @param {Piece[]} pieces */
 function ordered(pieces) {
   return pieces.sort((a, b) => ORDER.indexOf(a.kind) - ORDER.indexOf(b.kind)).slice(0, PIECES_KEPT);
+}
+
+/** Whether an answer more might push others out. @param {Speech} speech */
+export function isFull(speech) {
+  return speech.waiting.length > PIECES_KEPT / 2;
+}
+
+/** What is yet to be heard of an answer, and was not cut off. @param {Speech} speech @param {string} run @returns {Piece[]} */
+export function leftOf({ current, waiting, unheard }, run) {
+  return [...(current ? [current.piece] : []), ...waiting, ...unheard].filter((piece) => piece.kind === "result" && piece.run === run);
 }
 
 /** Forget waiting pieces. @param {Speech} speech @param {(piece: Piece) => boolean} unwanted @returns {Speech} */
@@ -106,7 +118,19 @@ export function listened(speech, at, over) {
 /** Be quiet: what was to be said of results is kept, and a question still asked. @param {Speech} speech @returns {Speech} */
 export function hush(speech) {
   const waiting = speech.waiting.filter((piece) => piece.kind === "question");
-  return keep({ ...speech, waiting, current: null }, unsaid(speech, speech.waiting));
+  return keep(miss({ ...speech, waiting, current: null }, unbegun(speech)), unsaid(speech, speech.waiting));
+}
+
+/** The results of which nothing was heard. @param {Speech} speech */
+function unbegun({ current, waiting, last: [newest] }) {
+  const silent = current && !current.sounded && current.piece.run === newest?.run && current.piece.text === newest.text;
+  const results = [...(silent ? [current.piece] : []), ...waiting].filter((piece) => piece.kind === "result");
+  return results.filter((piece) => silent || piece.run !== newest?.run);
+}
+
+/** These were not heard. @param {Speech} speech @param {Piece[]} pieces @returns {Speech} */
+function miss(speech, pieces) {
+  return { ...speech, unheard: [...speech.unheard, ...pieces].slice(-PIECES_KEPT) };
 }
 
 /** @param {Speech} speech @param {Piece[]} pieces @returns {Speech} */
@@ -133,9 +157,13 @@ export function goOn(speech, lead, at) {
 
 /** Say the last answer once more, from its beginning. @param {Speech} speech @param {number} at @returns {Speech} */
 export function again(speech, at) {
-  const run = speech.last[0]?.run;
+  return requeue(without(speech, speech.last[0]?.run ?? null), speech.last, at);
+}
+
+/** Nothing of an answer waits, or is kept. @param {Speech} speech @param {string | null} run @returns {Speech} */
+export function without(speech, run) {
   const others = (/** @type {Piece[]} */ pieces) => pieces.filter((piece) => piece.kind !== "result" || piece.run !== run);
-  return requeue({ ...speech, kept: others(speech.kept), waiting: others(speech.waiting) }, speech.last, at);
+  return { ...speech, kept: others(speech.kept), waiting: others(speech.waiting), unheard: others(speech.unheard) };
 }
 
 /** @param {Speech} speech @param {Piece[]} pieces @param {number} at @returns {Speech} */
@@ -154,7 +182,8 @@ export function refused(speech, long) {
   const piece = speech.current?.piece;
   const texts = piece && long && !piece.half && piece.text.length >= LONG_CHARS ? halves(piece.text) : [];
   const free = { ...speech, current: null };
-  if (!piece || texts.length < 2) return [free, true];
+  // What is never taken is on the screen; after another fault it may be taken in the next session.
+  if (!piece || texts.length < 2) return [piece?.kind === "result" && !long ? miss(free, [piece]) : free, true];
   const parts = texts.map((text) => ({ ...piece, text, half: true }));
   return [{ ...free, waiting: ordered([...parts, ...speech.waiting]) }, false];
 }
@@ -199,16 +228,21 @@ function isPart(piece, other) {
   return piece.kind === "result" && other.kind === "result" && piece.run === other.run;
 }
 
-/** The current piece is over: said, or cut off. @param {Speech} speech @param {number} at @returns {Speech} */
+/** The current piece is over: said, cut off, or never heard. @param {Speech} speech @param {number} at @returns {Speech} */
 function finished(speech, at) {
   const { current, ...rest } = speech;
   if (!current) return speech;
   const free = { ...rest, current: null, freeAt: at };
   const { piece } = current;
-  const isCut = piece.kind === "result" && current.talkedOver && current.voiced < SAID_PART * piece.text.length;
-  if (!isCut) return free;
+  if (piece.kind !== "result") return free;
+  const isVoiced = current.voiced >= SAID_PART * piece.text.length;
+  // What sounds before its place in the timeline is something else.
+  const sounded = current.sounded && current.placedAt !== null;
+  if (!isVoiced && !sounded && !current.talkedOver) return miss(free, [piece]);
+  const heard = { ...free, unheard: free.unheard.filter((other) => !isPart(other, piece) || other.text !== piece.text) };
+  if (isVoiced || !current.talkedOver) return heard;
   const left = free.waiting.filter((other) => isPart(other, piece));
-  return keep({ ...free, waiting: free.waiting.filter((other) => !left.includes(other)) }, unsaid(speech, left));
+  return keep({ ...heard, waiting: free.waiting.filter((other) => !left.includes(other)) }, unsaid(speech, left));
 }
 
 /**

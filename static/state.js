@@ -31,9 +31,10 @@ import { thinking } from "./wire.js";
  *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
  *   stopAsked: boolean, stopSaid: boolean, retries: number, following: boolean, followAt: number,
  *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
- *   owed: string[], claim: "" | "due" | "asked" | "mine" | "told", claimAt: number}} Run
+ *   owed: string[], claim: "" | "due" | "asked" | "mine" | "heard" | "told", claimAt: number}} Run
  *   `about` is the request it began with, `request` the newest that it answers.
- *   `owed` is what is to be said of its end, `attempt` the call in which it was asked.
+ *   `owed` is what is to be said of its end, `claim` how far that is, `claimAt` when the server
+ *   is asked again about it, `attempt` the call in which it was asked.
  *   `stopSaid`: the user asked for the stop aloud.
  *   `lines` are kept until the server has named the run, `batches` of words until Hermes
  *   has taken it.

@@ -30,7 +30,7 @@ function pausedWords(state) {
   if (state.speech.userAt > (state.asleepAt ?? 0)) return "Waking up…";
   const doing = state.muted ? "unmute and say something" : "say something";
   if (openQuestion(state)) return `Paused, and Hermes is waiting for your approval: answer here, or ${doing}`;
-  const waits = state.speech.waiting.some((piece) => piece.kind === "result") || state.runs.some((run) => ["asked", "mine"].includes(run.claim));
+  const waits = state.speech.waiting.some((piece) => piece.kind === "result");
   return waits ? `Paused, and there is an answer: ${doing} to hear it` : `Paused to save money: ${doing} to go on`;
 }
 

@@ -360,7 +360,7 @@ function visible(run, state) {
     key: run.key,
     request: run.request,
     state: run.result ? (FINISHED[run.result.finish] ?? "Ended") : workingLabel(run),
-    isNew: ["due", "mine"].includes(run.claim) && state.phase === "idle",
+    isNew: ["due", "asked"].includes(run.claim) && state.phase === "idle",
     failed: !!run.result && !["stop", "cancelled"].includes(run.result.finish),
     progress: run.result ? "" : run.progress,
     tools: run.tools,

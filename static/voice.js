@@ -37,7 +37,7 @@ export function placed(state, event) {
 }
 
 /** The model refused something we sent. @type {EventRule} */
-export function trouble(state, event) {
+export function refused(state, event) {
   const current = state.speech.current;
   if (!current || event.sent !== current.id) return [state, []];
   const [left, givenUp] = speech.refused(state.speech, event.code === "invalid_value");

@@ -43,8 +43,7 @@ const FROM_VOICE = new Map(Object.entries({
   "session.usage.updated": (e) => (number(e.usage?.seconds) === null ? null : { type: "usage", ...counted(e) }),
   error: (e) => ({
     type: "trouble",
-    code: string(e.error?.code) ?? "",
-    message: string(e.error?.message) ?? "",
+    code: code(e.error?.code) || code(e.error?.type) || "unknown",
     sent: string(e.error?.client_event_id) ?? string(e.client_event_id),
   }),
 }));
@@ -64,6 +63,11 @@ function counted(e) {
 /** @param {any} value */
 function string(value) {
   return typeof value === "string" ? value : null;
+}
+
+/** What names an error, as the screen and the server's log take it. @param {any} value */
+function code(value) {
+  return (string(value) ?? "").toLowerCase().replace(/[^a-z0-9]+/g, "_").slice(0, 64);
 }
 
 /** @param {any} value */

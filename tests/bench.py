@@ -8,7 +8,7 @@ from scripted_hermes import ScriptedHermes
 from working_hermes import WorkingHermes
 
 import hermes_voice
-from hermes_voice import App, Config, Hermes, OpenAI, Request, Waits
+from hermes_voice import App, Config, Conflict, Hermes, OpenAI, Request, Waits
 
 TIMEOUT = 10  # seconds
 SOON = 0.01  # seconds, for what a test waits out
@@ -62,6 +62,14 @@ class Bench:
     def runs(self, conversation="c1"):
         request = Request(query={"conversation": conversation})
         return hermes_voice.get_runs(self.app, request).body["runs"]
+
+    def deliver(self, run_id, page="p1", **more):
+        """Claim to tell of a run's end, or say what became of that. Return the refusal's code, or ""."""
+        try:
+            hermes_voice.post_delivered(self.app, Request((run_id,), body={"page": page, **more}))
+        except Conflict as conflict:
+            return conflict.code
+        return ""
 
     def start_call(self, gone=lambda: False, **body):
         body = {"sdp": "v=0\r\nm=audio 9\r\n", **body}

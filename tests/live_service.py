@@ -628,6 +628,11 @@ class LiveSession:
         await self._finish(reason)
 
     @from_test
+    def report(self, code, message="", about=None):
+        """Report an error, of the session or about one of its events."""
+        self._emit_error(Refusal(message or f"Something is wrong: {code}.", code), about or {})
+
+    @from_test
     def lose_voice(self):
         """Send no more audio; the transcript goes on."""
         self._peer.getSenders()[0].replaceTrack(None)

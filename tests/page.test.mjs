@@ -10,7 +10,8 @@
 //            r1 works since 2000 on the delegation d1, "Check staging."
 //   effects  as `step` gives them, but what goes to the voice model is shown as {"do": "say"
 //            or "think", "text", "delegation"} or {"do": "send", "type"}. That lines are
-//            kept is shown in a trace with "keeps": true.
+//            kept is shown in a trace with "keeps": true, and that a claim is kept up, given
+//            back, or an answer was told, with "tells": true.
 //   state    what must be so after it, a part of the state; `status` is the status line, `cost`
 //            what the screen says of the price, `pending` what Hermes has not been given yet, `waiting` what waits to be said.
 //
@@ -108,8 +109,8 @@ class Watched {
   }
 
   #checkBounds() {
-    const { transcript: said, speech: queue, runs, notices, delegations, held } = this.state;
-    const sizes = [said.lines, said.seen, queue.waiting, queue.kept, queue.last, runs, notices, delegations, held, ...runs.map((run) => run.tools)];
+    const { transcript: said, speech: queue, runs, notices, delegations, held, flow } = this.state;
+    const sizes = [said.lines, said.seen, queue.waiting, queue.kept, queue.unheard, queue.last, runs, notices, delegations, held, flow.told, ...runs.map((run) => run.tools)];
     for (const list of [...sizes, ...said.lines.map((line) => line.fragments)]) assert.ok(list.length <= 500, "a list has no bound");
   }
 }
@@ -129,7 +130,8 @@ function isLike(value, expected, part) {
 
 /** The effects as a trace sees them. */
 function shown(trace, effects) {
-  return effects.filter(({ do: what }) => (what !== "keep" || trace.keeps) && (what !== "meter" || trace.meters));
+  const isTelling = ({ do: what, again }) => again || what === "told" || what === "giveBack";
+  return effects.filter((effect) => (effect.do !== "keep" || trace.keeps) && (effect.do !== "meter" || trace.meters) && (!isTelling(effect) || trace.tells));
 }
 
 /** The state as a trace sees it. */
@@ -212,7 +214,7 @@ const EVENTS = [
   { type: "heard", speaker: "user", text: " Yes.", startMs: 9000, endMs: 9200, id: null },
   { type: "delegated", id: "d9" },
   { type: "placed", sent: null, endMs: 8000 },
-  { type: "trouble", sent: null, code: "invalid_value", message: "" },
+  { type: "trouble", sent: null, code: "invalid_value" },
   { type: "sound", on: true },
   { type: "usage", seconds: 9 },
   { type: "paused" },
@@ -229,6 +231,7 @@ const EVENTS = [
   { type: "configured", idleSeconds: 60, stopPhrases: ["stop"], goOnPhrases: ["go on"], repeatPhrases: ["again"], page: "p" },
   { type: "recalled", lines: [{ key: "o_1", speaker: "user", text: "Check the build.", age: 90000 }] },
   { type: "claimed", key: "d1", mine: true },
+  { type: "confirmed", key: "d1", known: true },
   { type: "notKept" },
   { type: "leave" },
   { type: "left" },
@@ -289,6 +292,7 @@ describe("every event in every situation", () => {
       for (let n = 0; n < count; n++) watched.play(event(n));
     };
 
+    again(600, (n) => ({ type: "trouble", sent: null, code: `x${n}` }));
     again(600, (n) => ({ type: "notice", level: "info", text: `${n}` }));
     again(600, (n) => ({ type: "delegated", id: `x${n}` }));
     again(600, (n) => ({ type: "update", key: "d1", update: { type: "tool", status: "completed", label: `step ${n}` } }));
@@ -299,6 +303,24 @@ describe("every event in every situation", () => {
     assert.equal(watched.state.delegations.at(-1).id, "x599");
     assert.equal(watched.state.transcript.lines.at(-1).fragments[0].text, "599");
     assert.deepEqual(watched.play({ type: "leave" }).map((effect) => effect.lines.length), [100, 100, 100, 100]);
+  });
+
+  test("of very many answers at once none pushes another out: the claims to some are given back", () => {
+    const say = Array.from({ length: 4 }, (_, n) => `Part ${n}.`);
+    const result = { type: "done", finish_reason: "stop", say, show: "" };
+    const runs = Array.from({ length: 50 }, (_, n) => ({ run_id: `r${n}`, state: "ended", request: "", seconds: 90, delivered: false, result }));
+    const watched = begin({ begin: "live" });
+    watched.play({ type: "listed", runs });
+    watched.play({ wait: 200 });
+
+    const effects = runs.flatMap(({ run_id: key }) => watched.play({ type: "claimed", key, mine: true }));
+
+    const { runs: known, speech: queue } = watched.state;
+    const mine = known.filter((run) => run.claim === "mine");
+    assert.equal([...queue.waiting, queue.current.piece].length, mine.length * say.length);
+    assert.ok(mine.length > 10 && mine.length < 50);
+    assert.equal(effects.filter((effect) => effect.do === "giveBack").length, 50 - mine.length);
+    assert.ok(known.every((run) => ["mine", "due"].includes(run.claim)));
   });
 
   test("an event nobody knows", () => {
@@ -338,6 +360,9 @@ class Walk {
   #owed = new Set(); // delegations called answered without that
   #claims = new Set(); // runs whose claim is under way
   #claimed = new Map(); // run -> whether it is ours to tell
+  #begun = new Set(); // runs of whose result something was said, or refused
+  #wanted = new Set(); // results that the user asked to hear again
+  #confirming = new Set(); // runs of which the server is being told that they were told
   #kept = new Map(); // text by the key of the line, as the server has it
 
   constructor(seed) {
@@ -371,7 +396,8 @@ class Walk {
       [9, { type: "placed", sent: this.#one(["newest", "newest", null, "say_0_0"]), endMs: at }],
       [9, { type: "sound", on: this.random(3) === 0 }],
       [24, { type: "update", key: run, update: this.#update(run, id) }],
-      [9, { type: "claimed", key: this.#one([...this.#claims, run]), mine: this.#one([true, true, false, null]) }],
+      [9, { type: "claimed", key: this.#one([...this.#claims, run]), mine: this.#one([true, true, false, null]), told: this.random(2) === 0 }],
+      [2, { type: "confirmed", key: this.#one([...this.#confirming, run]), known: this.random(3) > 0 }],
       [1, { type: this.#one(["leave", "notKept"]) }],
       [1, { type: "streamEnded", key: run, refused: this.random(3) === 0, message: `refused ${id}` }],
       [2, { type: "typed", text: `w${id}`, id: `${id}` }],
@@ -382,7 +408,7 @@ class Walk {
       [1, { type: "refused", key: run, message: "No." }],
       [1, { type: "mute", on: this.random(2) === 0 }],
       [1, { type: "link", broken: this.random(6) === 0 }],
-      [1, { type: "trouble", sent: this.#one(["newest", null]), code: "", message: "" }],
+      [1, { type: "trouble", sent: this.#one(["newest", null]), code: this.#one(["unknown", "unknown", "server_error"]) }],
       [1, { type: "usage", seconds: id }],
       [2, { type: this.#one(["paused", "resumed", "resumed"]) }],
       [1, { type: "allowed", secondsLeft: this.#one([null, 100000]) }],
@@ -441,7 +467,10 @@ class Walk {
     if (event.type === "streamEnded" && event.refused) this.#returned.add(event.key);
     if (event.type === "answered") this.#answering.delete(event.requestId);
     if (event.type === "notKept") this.#kept.clear();
-    if (event.type === "claimed" && this.#claims.delete(event.key) && event.mine !== null) this.#claimed.set(event.key, event.mine);
+    const isAsked = event.type === "claimed" && ["asked", "mine"].includes(before.runs.find((r) => r.key === event.key)?.claim);
+    if (isAsked && event.mine !== null) this.#claimed.set(event.key, event.mine);
+    if (event.type === "claimed") this.#claims.delete(event.key);
+    if (event.type === "confirmed") this.#confirming.delete(event.key);
     const effects = this.watched.play(event);
     const { state } = this.watched;
     this.#mayRepeat(event, before, state);
@@ -460,12 +489,19 @@ class Walk {
   /** What the user asked to hear again is not said twice, nor is what nobody heard before the session ended. */
   #mayRepeat(event, before, { phase, attempt, speech: { waiting, current }, actedAt, runs }) {
     const lost = before.speech.current;
-    const isOver = (phase === "idle" && before.phase !== "idle") || attempt !== before.attempt;
-    if (isOver && lost && !lost.talkedOver && lost.voiced < 0.8 * lost.piece.text.length) this.#said.delete(untitled(lost.piece.text));
+    const isOver = (phase === "idle" && before.phase !== "idle") || attempt !== before.attempt || event.type === "left";
+    const unheard = lost && !lost.talkedOver && lost.voiced < 0.8 * lost.piece.text.length ? [lost.piece] : [];
+    if (isOver) for (const { text } of [...unheard, ...before.speech.unheard]) this.#said.delete(untitled(text));
+    // Another page has it; should it come back, it is told from its beginning. So is what the user heard again before the claim came.
+    const isFresh = (text) => event.mine === false || (event.mine && this.#wanted.has(text));
+    if (event.type === "claimed") for (const [text, run] of this.#results) if (run === event.key && isFresh(text)) this.#said.delete(text);
     if (!["goOn", "sayAgain"].includes(event.type) && actedAt === before.actedAt) return;
     const earlier = [...before.speech.kept, ...before.speech.last].map(({ text }) => text);
-    const next = [...(current ? [...waiting, current.piece] : waiting).map(({ text }) => text), ...runs.flatMap((run) => (run.claim === "mine" ? run.owed : []))];
-    for (const text of earlier.filter((said) => next.some((told) => untitled(told) === untitled(said)))) this.#said.delete(untitled(text));
+    const next = [...(current ? [...waiting, current.piece] : waiting).map(({ text }) => text), ...runs.flatMap((run) => (run.claim === "due" ? run.owed : []))];
+    for (const text of earlier.filter((said) => next.some((told) => untitled(told) === untitled(said)))) {
+      this.#said.delete(untitled(text));
+      this.#wanted.add(untitled(text));
+    }
   }
 
   #check(effect) {
@@ -474,17 +510,26 @@ class Walk {
       this.#owed.delete(effect.delegation);
     }
     if (effect.do === "claim") {
-      assert.ok(!this.#claims.has(effect.key) && !this.#claimed.has(effect.key), `${effect.key} was claimed twice`);
-      this.#claims.add(effect.key);
+      assert.ok(!this.#claims.has(effect.key) || effect.again, `${effect.key} was claimed twice`);
+      assert.ok(!effect.again || this.#claimed.get(effect.key), `${effect.key} was kept up, but is not ours`);
+      if (!effect.again) this.#claims.add(effect.key);
+    }
+    if (effect.do === "giveBack") this.#claimed.delete(effect.key);
+    if (effect.do === "told") {
+      assert.ok(this.#begun.has(effect.key), `nothing of ${effect.key} was said`);
+      assert.ok(!this.#confirming.has(effect.key), `${effect.key} was told twice at once`);
+      this.#confirming.add(effect.key);
     }
     if (effect.do === "keep") for (const line of effect.lines) this.#kept.set(line.key, line.text);
+    if (effect.do === "say") this.#begun.add(this.watched.state.speech.current?.piece.run);
     const told = effect.do === "say" && untitled(effect.text);
     if (this.#results.has(told)) {
       const run = this.#results.get(told);
       assert.ok(!this.#said.has(told), `said twice: ${told}`);
       this.#said.add(told);
-      const unnamed = this.watched.state.runs.some((r) => r.key === run && !r.runId);
-      assert.equal(this.#claimed.get(run), unnamed ? undefined : true, `${run} was told without a claim, or against it`);
+      // The oldest of very many runs are not known to the page any more.
+      const named = this.watched.state.runs.find((r) => r.key === run)?.runId;
+      if (named && !this.#wanted.has(told)) assert.ok(this.#claimed.get(run), `${run} was told without a claim, or against it`);
       if (!effect.delegation) return;
       assert.equal(this.#resultOf.get(effect.delegation) ?? run, run, `${effect.delegation} was answered twice`);
       this.#resultOf.set(effect.delegation, run);
@@ -513,7 +558,8 @@ class Walk {
     this.play({ type: "resumed" });
     this.play({ type: "leave" });
     for (const line of this.watched.state.transcript.lines.filter((l) => l.session >= 0)) {
-      assert.equal(this.#kept.get(`p_${line.key}`), transcript.textOf(line) || undefined);
+      // A line that was kept may prove to be an echo later.
+      if (transcript.textOf(line)) assert.equal(this.#kept.get(`p_${line.key}`), transcript.textOf(line));
     }
     if (this.watched.state.phase !== "live") return;
     // Nothing is asked for again within one long wait.
@@ -885,12 +931,22 @@ const FROM_VOICE = [
       event_id: "event_11",
       error: { type: "invalid_request_error", code: "invalid_value", message: "Too long.", param: "content", client_event_id: "say_8" },
     },
-    { type: "trouble", code: "invalid_value", message: "Too long.", sent: "say_8" },
+    { type: "trouble", code: "invalid_value", sent: "say_8" },
   ],
   [
     { type: "error", event_id: "event_11", client_event_id: "say_8", error: { code: null, message: "Too long." } },
-    { type: "trouble", code: "", message: "Too long.", sent: "say_8" },
+    { type: "trouble", code: "unknown", sent: "say_8" },
   ],
+  // A code goes to the screen and into the server's log.
+  ...[
+    [{ code: "credit_balance_exhausted", message: "No credit." }, "credit_balance_exhausted"],
+    [{ type: "server_error", code: null }, "server_error"],
+    [{ code: 'A "code"\n<b>', message: "" }, "a_code_b_"],
+    [{ code: "x".repeat(1000) }, "x".repeat(64)],
+    [{ code: 404 }, "unknown"],
+    ["nonsense", "unknown"],
+    [undefined, "unknown"],
+  ].map(([error, code]) => [{ type: "error", event_id: "event_11", error }, { type: "trouble", code, sent: null }]),
   [
     {
       type: "session.closed",

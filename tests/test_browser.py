@@ -44,13 +44,18 @@ class Line:
             stack.enter_context(self.live)
             self.sidecar = Sidecar(self.live, self.hermes.url, self.hermes.key, **self.options)
             stack.enter_context(self.sidecar)
-            self.page = self.sidecar.open(self.browser)
-            stack.callback(self.page.context.close)
+            self.parts = stack
+            self.open()
             self.parts = stack.pop_all()
+        return self
+
+    def open(self):
+        """Open the page, as on another device if it is open already, and look at that."""
+        self.page = self.sidecar.open(self.browser)
+        self.parts.callback(self.page.context.close)
         self.log = self.page.get_by_role("log")
         self.status = self.page.get_by_role("status")
         self.card = self.page.get_by_role("article")
-        return self
 
     def __exit__(self, *error):
         self.parts.__exit__(*error)

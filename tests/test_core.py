@@ -18,6 +18,7 @@ from hermes_voice import (
     _YES_SAID,
     ACTIVE_LIMIT,
     APPROVAL_SECONDS,
+    CLAIM_SECONDS,
     EVENT_LIMIT,
     FINISH_REASONS,
     HISTORY_CHARS,
@@ -34,6 +35,7 @@ from hermes_voice import (
     TRANSCRIPT_CHARS,
     TRANSCRIPT_MESSAGES,
     UPDATES_LIMIT,
+    Claims,
     Garbled,
     Question,
     RunBook,
@@ -2607,3 +2609,48 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(patient, max_examples=60, stateful_step_count=40)
+
+
+# ---- telling of an end -------------------------------------------------------
+
+
+def test_a_claim_is_one_page_s_until_it_lapses_or_is_given_back():
+    claims = Claims()
+
+    assert claims.claim("r1", "p1", 0)
+    assert not claims.claim("r1", "p2", CLAIM_SECONDS - 1)
+    assert claims.claim("r1", "p1", CLAIM_SECONDS - 1)
+    assert not claims.claim("r1", "p2", 2 * CLAIM_SECONDS - 2)
+    assert claims.claim("r2", "p2", 2 * CLAIM_SECONDS - 2)
+    assert claims.claim("r1", "p2", 2 * CLAIM_SECONDS - 1)
+    claims.give_back("r1", "p1")
+    assert not claims.claim("r1", "p1", 2 * CLAIM_SECONDS)
+    claims.give_back("r1", "p2")
+    assert claims.claim("r1", "p1", 2 * CLAIM_SECONDS)
+
+
+CLAIMING = st.tuples(st.sampled_from(["claim", "give back"]), st.sampled_from(["p1", "p2", "p3"]))
+
+
+@given(st.lists(st.tuples(CLAIMING, st.integers(0, CLAIM_SECONDS + 1))))
+def test_two_pages_never_have_the_same_claim_at_once(steps):
+    claims, holder, until, now = Claims(), "", 0, 0
+    for (act, page), wait in steps:
+        now += wait
+        if now >= until:
+            holder = ""
+        if act == "claim":
+            granted = claims.claim("r1", page, now)
+            assert granted == (holder in ("", page))
+            holder, until = (page, now + CLAIM_SECONDS) if granted else (holder, until)
+        else:
+            claims.give_back("r1", page)
+            holder = "" if page == holder else holder
+
+
+def test_claims_that_lapsed_are_forgotten():
+    claims = Claims()
+    for number in range(1000):
+        claims.claim(f"r{number}", "p1", number)
+
+    assert len(claims._held) <= CLAIM_SECONDS

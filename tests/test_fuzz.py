@@ -42,10 +42,10 @@ LINES = [
 WELL_FORMED = {
     "/session": {"sdp": "v=0\r\nm=audio 9\r\n", "voice": "marin", "conversation": "c1", "history": LINES},
     "/session/meter": {"session_id": "live_1", "seconds": 61.5},
-    "/session/close": {"session_id": "live_1", "seconds": 61.5},
+    "/session/close": {"session_id": "live_1", "seconds": 61.5, "reason": "server_error"},
     "/delegate": {"hermes_session": "c1", "lines": LINES, "delegation_id": "d1"},
     "/runs/<id>/stop": {},
-    "/runs/<id>/delivered": {"page": "p1"},
+    "/runs/<id>/delivered": {"page": "p1", "told": True},
     "/conversations/<id>/lines": {"lines": LINES},
     "/pair": {"code": "a" * 32},
     "/approve": {"run_id": "abc", "request_id": "q_1", "choice": "once", "heard": "Yes."},

@@ -1534,6 +1534,107 @@ def test_a_status_that_only_says_that_it_waits_asks_nothing(bench):
     assert page.of("approval") == []
 
 
+# ---- telling of an end -------------------------------------------------------
+
+
+def ended_run(b):
+    page = b.delegate("Check the build.", "d1")
+    b.hermes.run().end("completed", output="It is green.")
+    page.done()
+    return page.run_id
+
+
+def told(b):
+    return [run["delivered"] for run in b.runs()]
+
+
+def test_a_claim_is_not_the_telling(bench):
+    b = bench()
+    run_id = ended_run(b)
+
+    assert b.deliver(run_id, "p1") == ""
+
+    assert told(b) == [False]
+    assert b.deliver(run_id, "p1", told=True) == ""
+    assert told(b) == [True]
+
+
+def test_a_claim_keeps_others_away_for_as_long_as_its_page_keeps_it_up(bench):
+    now = [0.0]
+    b = bench(clock=lambda: now[0])
+    run_id = ended_run(b)
+
+    assert b.deliver(run_id, "p1") == ""
+    for now[0] in range(3, 100, 3):
+        assert b.deliver(run_id, "p2") == "claimed"
+        assert b.deliver(run_id, "p1") == ""
+    now[0] += hermes_voice.CLAIM_SECONDS
+    assert b.deliver(run_id, "p2") == ""
+    assert b.deliver(run_id, "p1") == "claimed"
+
+
+def test_a_claim_that_is_given_back_is_the_next_page_s(bench):
+    b = bench()
+    run_id = ended_run(b)
+
+    b.deliver(run_id, "p1")
+    assert b.deliver(run_id, "p2", told=False) == ""
+    assert b.deliver(run_id, "p2") == "claimed"
+    assert b.deliver(run_id, "p1", told=False) == ""
+    assert b.deliver(run_id, "p2") == ""
+    assert told(b) == [False]
+
+
+def test_what_was_told_is_told_whatever_is_said_of_it_later(bench):
+    b = bench()
+    run_id = ended_run(b)
+    b.deliver(run_id, "p1")
+    b.deliver(run_id, "p1", told=True)
+
+    for page, more in (("p1", {"told": False}), ("p2", {"told": False}), ("p2", {"told": True})):
+        assert b.deliver(run_id, page, **more) == ""
+        assert told(b) == [True]
+    assert b.deliver(run_id, "p2") == "delivered"
+    # It tells its own user again what was cut off.
+    assert b.deliver(run_id, "p1") == ""
+
+
+def test_a_page_that_has_told_is_believed_though_its_claim_lapsed_and_is_another_s(bench):
+    now = [0.0]
+    b = bench(clock=lambda: now[0])
+    run_id = ended_run(b)
+    b.deliver(run_id, "p1")
+    now[0] += hermes_voice.CLAIM_SECONDS
+    b.deliver(run_id, "p2")
+
+    assert b.deliver(run_id, "p1", told=True) == ""
+
+    assert told(b) == [True]
+    assert b.deliver(run_id, "p2") == "delivered"
+    assert b.deliver(run_id, "p2", told=True) == ""
+
+
+@pytest.mark.parametrize("more", [{}, {"told": False}, {"told": True}])
+def test_nothing_is_told_before_the_end(bench, more):
+    b = bench()
+    page = b.delegate("Check the build.", "d1")
+
+    assert b.deliver(page.run_id, **more) == "not_ended"
+    assert told(b) == [False]
+
+
+@pytest.mark.parametrize("value", ["true", 1, 0, "", [], {}])
+def test_told_is_true_or_false(bench, value):
+    b = bench()
+    run_id = ended_run(b)
+
+    with pytest.raises(BadRequest, match="'told'"):
+        b.deliver(run_id, told=value)
+
+    assert b.deliver(run_id, "p2") == ""
+    assert told(b) == [False]
+
+
 # ---- calls -------------------------------------------------------------------
 
 
@@ -1772,6 +1873,29 @@ def test_a_call_can_be_closed_whatever_openai_says(bench, answer):
 
     assert closed.body == {"closed": True}
     assert hung_up(b) == ["live_u1_a-B"]
+
+
+def test_the_error_that_ended_a_call_is_logged(bench, heard):
+    b = bench()
+
+    b.close_call("live_1")
+    assert "troubled" not in heard.text
+    b.close_call("live_1", reason="credit_balance_exhausted")
+
+    (record,) = [each for each in heard.records if "session.troubled" in each.getMessage()]
+    assert record.getMessage() == "session.troubled session=live_1 reason=credit_balance_exhausted"
+    assert record.levelno == logging.WARNING
+    assert hung_up(b) == ["live_1", "live_1"]
+
+
+@pytest.mark.parametrize("reason", ["", "a b", "no-dash", "A", "x" * 65, "x\n", "x=1", 5, 0, False, [], {}])
+def test_a_reason_is_a_code_and_nothing_else(bench, reason):
+    b = bench()
+
+    with pytest.raises(BadRequest, match="'reason'"):
+        b.close_call("live_1", reason=reason)
+
+    assert b.openai.seen == []
 
 
 @pytest.mark.parametrize("session_id", [None, 5, "", "..", "a/b", "a%2Fb", "live_1\n"])

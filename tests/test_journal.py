@@ -262,7 +262,7 @@ def use_all_of(journal):
     journal.save(run)
     journal.add_lines("c1", [line("1", "x" * 100_000)], 1.0)
     journal.note_approval(run, Question("q1", None, "rm", "", (), 0.0), "once", "voice", 1.0)
-    assert journal.deliver(run.id, "page") in (True, False)
+    journal.deliver(run.id, "page")
     for read in (journal.open_runs, journal.conversations):
         assert isinstance(read(), list)
     for read in (journal.lines_of, journal.runs_of):
@@ -318,18 +318,10 @@ def test_a_failing_disk_takes_no_run_down(bench, tmp_path, caplog):
     assert second.done()["say"] == ["Bought bread."]
     assert [run["state"] for run in b.runs()] == ["ended", "ended"]
     assert b.delegate("And bread.", "d2").run_id == second.run_id
-    assert delivered(b, page.run_id, "p1")
-    assert not delivered(b, page.run_id, "p2")
+    assert b.deliver(page.run_id, "p1") == ""
+    assert b.deliver(page.run_id, "p1", told=True) == ""
+    assert b.deliver(page.run_id, "p2") == "delivered"
     assert "journal.failed" in caplog.text
-
-
-def delivered(b, run_id, page):
-    """Whether a page may tell of a run's end."""
-    try:
-        hermes_voice.post_delivered(b.app, Request((run_id,), body={"page": page}))
-    except Conflict:
-        return False
-    return True
 
 
 # ---- runs --------------------------------------------------------------------
@@ -430,23 +422,41 @@ def test_the_newest_runs_are_listed_oldest_first(journal):
     assert [run.id for run in journal.runs_of("c1")] == [run.id for run in runs[5:]]
 
 
-def test_an_end_is_claimed_by_one_page(tmp_path, journal):
+def test_an_end_that_was_told_stays_told_by_the_first_page(tmp_path, journal):
     run = Maker().ended()
     journal.save(run)
 
-    assert journal.deliver(run.id, "p1")
-    assert journal.deliver(run.id, "p1")
-    assert not journal.deliver(run.id, "p2")
-    assert not reopened(tmp_path).deliver(run.id, "p2")
+    for page in ("p1", "p1", "p2"):
+        journal.deliver(run.id, page)
+
     assert reopened(tmp_path).run(run.id).delivered == "p1"
 
 
-def test_what_has_not_ended_cannot_be_claimed(journal):
+def test_what_has_not_ended_cannot_be_told(journal):
     run = Maker().running()
     journal.save(run)
 
-    assert not journal.deliver(run.id, "p1")
-    assert not journal.deliver("unknown", "p1")
+    journal.deliver(run.id, "p1")
+    journal.deliver("unknown", "p1")
+
+    assert journal.run(run.id).delivered == ""
+
+
+def test_after_a_restart_what_was_told_stays_told_and_what_was_only_claimed_is_free(bench, tmp_path):
+    journal = Journal(tmp_path)
+    maker = Maker()
+    told, claimed = maker.ended(), maker.ended()
+    journal.save(told, claimed)
+    b = bench(journal=journal)
+    b.deliver(told.id, "p1", told=True)
+    b.deliver(claimed.id, "p1")
+
+    again = bench(journal=reopened(tmp_path))
+
+    assert [run["delivered"] for run in again.runs()] == [True, False]
+    assert again.deliver(told.id, "p2") == "delivered"
+    assert again.deliver(claimed.id, "p2") == ""
+    assert again.deliver(claimed.id, "p1") == "claimed"
 
 
 def test_of_two_claims_at_once_one_counts(bench, tmp_path):
@@ -464,7 +474,7 @@ def test_of_two_claims_at_once_one_counts(bench, tmp_path):
 
         def claim(page, run=run, barrier=barrier, won=won):
             barrier.wait(TIMEOUT)
-            won.append(delivered(b, run.id, page))
+            won.append(b.deliver(run.id, page))
 
         threads = [threading.Thread(target=claim, args=(page,)) for page in ("p1", "p2")]
         for thread in threads:
@@ -472,7 +482,7 @@ def test_of_two_claims_at_once_one_counts(bench, tmp_path):
         for thread in threads:
             thread.join(TIMEOUT)
 
-        assert sorted(won) == [False, True]
+        assert sorted(won) == ["", "claimed"]
 
 
 # ---- lines and conversations -------------------------------------------------

@@ -4,12 +4,13 @@ What counts is measured at the far end: how many sessions were opened, what each
 in which order, and what the voice said of it.
 """
 
+import contextlib
 import json
 import re
 import threading
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Error, expect
 from scripted_hermes import event
 from test_browser import Line, answering, hermes_that
 
@@ -179,6 +180,64 @@ def test_a_page_that_the_browser_keeps_says_nothing_more_and_offers_the_call_whe
         assert len(said(line)) == 1
 
 
+def crash(page):
+    with contextlib.suppress(Error):
+        page.goto("chrome://crash")
+
+
+# How a page goes away while it has the claim to an answer. The last one stays, without its call.
+WAYS_TO_GO = {
+    "reloaded": lambda page: page.reload(),
+    "closed": lambda page: page.close(),
+    "crashed": crash,
+    "left behind": lambda page: None,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_GO)
+def test_an_answer_whose_page_goes_between_claim_and_speech_is_told_by_the_next_one(browser, way):
+    hermes, gate = working("The build is green.")
+    with Line(browser, hermes, {"progress": "off"}) as line:
+        line.live.tolerate("no audio from the client")  # of a page that is gone
+        first, session = line.page, line.start()
+        session.user_says("Check the build.", delegate=True)
+        expect(line.card).to_contain_text("Working")
+        session.assistant_says("This is a long story. " * 100, wait=False)
+        line.live.wait_for(lambda: "long story" in session.spoken[-1].said, about="the story")
+        with first.expect_response("**/delivered") as claimed:
+            gate.set()
+        assert claimed.value.ok
+        assert said(line) == []
+
+        WAYS_TO_GO[way](first)
+        if way != "reloaded":
+            line.open()
+        expect(line.card).to_contain_text("New: Done")
+        assert [run["delivered"] for run in line.runs()] == [False]
+        line.start()
+
+        line.live.wait_spoken("The build is green.")
+        line.live.wait_for(lambda: line.runs()[0]["delivered"], about="the page's word that it was heard")
+        assert [text.rpartition(": ")[2] for text in said(line)] == ["The build is green."]
+
+
+def test_an_answer_that_was_heard_is_not_told_by_the_next_page(browser):
+    with Line(browser, answering("The build is green.")) as line:
+        session = line.start()
+        session.user_says("Check the build.", delegate=True)
+        line.live.wait_spoken("The build is green.")
+        line.live.wait_for(lambda: line.runs()[0]["delivered"])
+
+        line.page.reload()
+        expect(line.card).to_contain_text("Done")
+        expect(line.card).not_to_contain_text("New")
+        with line.page.expect_request("**/session"):
+            line.button("Start call").click()
+        line.live.wait_live(count=2).user_says("Hello?")
+
+        assert len(said(line)) == 1
+
+
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
@@ -196,6 +255,53 @@ def test_an_end_by_the_service_is_told_with_what_to_do(browser, reason, words):
         expect(line.button("Reconnect")).to_be_visible()
         expect(line.button("Start call")).to_be_visible()
         assert line.live.creates == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("credit_balance_exhausted", "Add some in OpenAI's billing settings."),
+        ("invalid_api_key", "Run hermes-voice with --check to see why."),
+        ("server_error", "because of a fault of its own."),
+        ("session_expired", "The call reached the longest time OpenAI allows."),
+    ],
+)
+def test_an_error_that_ends_the_session_ends_the_call_with_what_to_do_and_a_line_in_the_log(
+    browser, code, words
+):
+    hermes, gate = working("The build is green.")
+    with Line(browser, hermes, {"progress": "off"}) as line:
+        session = line.start()
+        session.user_says("Check the build.", delegate=True)
+        expect(line.card).to_contain_text("Working")
+
+        session.report(code)
+
+        expect(line.log).to_contain_text(f"{words} Your tasks go on; start the call again to hear of them.")
+        expect(line.button("Reconnect")).to_be_visible()
+        line.live.wait_for(lambda: session.closed_reason, about="the end of the session")
+        line.live.wait_for(lambda: "session.troubled" in line.sidecar.log, about="a line in the log")
+        assert f"session.troubled session={session.id} reason={code}\n" in line.sidecar.log
+        gate.set()
+        expect(line.card).to_contain_text("The build is green.")
+        line.button("Reconnect").click()
+        line.live.wait_live(count=2)
+        line.live.wait_spoken("The build is green.")
+
+
+def test_an_error_that_nobody_knows_is_told_once_by_its_code_and_the_call_goes_on(browser):
+    with Line(browser, answering("It is green.")) as line:
+        session = line.start()
+
+        session.report("brand_new_trouble")
+        session.report("brand_new_trouble")
+        session.report("context_injection_incomplete")
+
+        expect(line.log).to_contain_text("OpenAI reported an error (brand_new_trouble). The call goes on")
+        session.user_says("Check the build.", delegate=True)
+        line.live.wait_spoken("It is green.")
+        assert line.page.locator(".notice").count() == 1
+        assert "session.troubled" not in line.sidecar.log
 
 
 def test_a_spoken_goodbye_hangs_up_and_runs_nothing(browser):
