@@ -1251,14 +1251,24 @@ def _is_joined(before: str, character: str) -> bool:
 
 # Spoken approvals: the whole utterance, less politeness, must be one of these, with what is
 # in brackets or without it. What people say while they listen is none of them, in no
-# language: okay, mhm, vale, tamam, うん, 好的.
+# language: okay, mhm, vale, tamam, うん, 好的. Every letter counts with its marks: "sí" is yes
+# and "si" is if; in Hindi "हाँ" is yes and "हूँ" a listening sound.
 
-_POLITE = re.compile(
-    r"\b(?:hermes|uh|um|ahm|euh|eh|ehm|please|thanks|thank you|bitte|danke|merci|s'il (?:te|vous) plait"
-    r"|por favor|gracias|per favore|grazie|obrigad[oa]|alstublieft|alsjeblieft|dank (?:je|u)|bedankt"
-    r"|prosze|dziekuje|lutfen|tesekkurler)\b"
-)
-# No "sí puedes": without its accent, as it may be heard, it says "if you can".
+ANSWER_CHARS = 100  # no answer is longer
+
+# At the head they say nothing; at the end more was to come, so there they stay.
+_FILLERS = frozenset("uh um uhm äh ähm euh eh ehm えっと ええと".split())
+_POLITE = {
+    "English": "please|thanks|thank you",
+    "German": "bitte|danke",
+    "French": "s'il (?:te|vous) plaît|merci",
+    "Spanish": "por favor|gracias",
+    "Italian": "per favore|grazie",
+    "Portuguese": "por favor|obrigad[oa]",
+    "Dutch": "alstublieft|alsjeblieft|dank (?:je|u)|bedankt",
+    "Polish": "proszę|dziękuję",
+    "Turkish": "lütfen|teşekkürler",
+}
 _YES = {
     "English": "yes|yeah|yep|yup|(yes) allow|(yes) allow it|allow once|(yes) allow it once|(yes) approve"
     "|approved|(yes) approve it|(yes) i approve|(yes) i allow it|(yes) go ahead|(yes) do it"
@@ -1269,11 +1279,11 @@ _YES = {
     "|oui je suis d'accord|(oui) j'autorise|oui je l'autorise|j'approuve|approuvé",
     "Spanish": "sí|(sí) adelante|(sí) hazlo|(sí) permítelo|lo permito|(sí) permitido|(sí) aprobado"
     "|lo apruebo|(sí) autorizado",
-    "Italian": "(sì) procedi|sì fallo|(sì) consenti|consentito|(sì) approvato|(sì) approvo"
+    "Italian": "sì|(sì) procedi|sì fallo|(sì) consenti|consentito|(sì) approvato|(sì) approvo"
     "|(sì) autorizzato|(sì) permetti|sì puoi",
     "Portuguese": "sim|sim pode|(sim) pode fazer|sim faça|(sim) faça isso|(sim) permitir|(sim) permitido"
     "|(sim) aprovado|(sim) autorizado|(sim) eu autorizo",
-    "Dutch": "ja graag|(ja) doe maar|(ja) doe het|(ja) toestaan|(ja) toegestaan|(ja) goedgekeurd"
+    "Dutch": "ja|ja graag|(ja) doe maar|(ja) doe het|(ja) toestaan|(ja) toegestaan|(ja) goedgekeurd"
     "|(ja) ga je gang|(ja) dat mag",
     "Polish": "tak|(tak) zrób to|(tak) pozwalam|(tak) zezwalam|(tak) zgadzam się|(tak) zatwierdzam"
     "|(tak) śmiało",
@@ -1290,9 +1300,9 @@ _NO = {
     "|verweigern|(nein) nicht erlauben|(nein) auf keinen fall",
     "French": "non|non pas ça|(non) ne fais pas ça|(non) ne le fais pas|(non) refuse|refusé"
     "|(non) je refuse|(non) surtout pas",
-    "Spanish": "no lo hagas|no hagas eso|(no) denegado|deniégalo|recházalo|rechazado"
+    "Spanish": "no|no lo hagas|no hagas eso|(no) denegado|deniégalo|recházalo|rechazado"
     "|(no) de ninguna manera|no lo permito|no lo permitas",
-    "Italian": "(no) non farlo|(no) nega|(no) negato|rifiuta|rifiutato|rifiuto|non lo permetto"
+    "Italian": "no|(no) non farlo|(no) nega|(no) negato|rifiuta|rifiutato|rifiuto|non lo permetto"
     "|(no) assolutamente no",
     "Portuguese": "não|não faça|não faça isso|negar|(não) negado|recusar|recusado|(não) eu recuso"
     "|(não) de jeito nenhum|não permito|não autorizo",
@@ -1307,39 +1317,149 @@ _NO = {
     "Japanese": "いいえ|いや|だめ|(いいえ)だめです|ダメ|ダメです|駄目です|やめて|(いいえ)やめてください"
     "|許可しない|(いいえ)許可しません|拒否|(いいえ)拒否します|しないで|しないでください",
 }
+# A yes that alone is another word in these languages: it counts only where `language` names its
+# own and none of these. Every yes was looked up in the ten others, and in Danish, Swedish,
+# Norwegian and Russian; what is not here is a yes, or no word, in them. A no needs no such care:
+# it allows nothing. ("No" is the "well, yes" of Polish.)
+_ELSEWHERE = {
+    "ja": ("Spanish", "Polish"),  # laughter; I
+    "tak": ("Dutch",),  # a branch; in Danish thanks, in Russian so
+    "sim": ("Turkish",),  # silver thread; in many the card of a phone
+    "vas y": ("Spanish",),  # you go and
+    "procedi": ("Portuguese",),  # I went on
+    "consenti": ("French", "Portuguese"),  # agreed; I agreed
+    "yap": ("English",),  # chatter
+    "是": ("Japanese",),  # right, as in 是非
+}
+
+# How a setting may name a language: by its codes, in English, by itself, by the others.
+_LANGUAGE_NAMES = {
+    "English": "en eng english englisch anglais inglés inglese inglês engels angielski ingilizce 英语 英語"
+    " 英文",
+    "German": "de deu ger gsw german deutsch hochdeutsch schweizerdeutsch schwiizerdütsch allemand alemán"
+    " tedesco alemão duits niemiecki almanca 德语 德語 德文 ドイツ語",
+    "French": "fr fra fre french français französisch francés francese francês frans francuski fransızca"
+    " 法语 法語 法文 フランス語",
+    "Spanish": "es spa spanish castilian español castellano spanisch espagnol spagnolo espanhol spaans"
+    " hiszpański ispanyolca 西班牙语 西班牙語 スペイン語",
+    "Italian": "it ita italian italiano italienisch italien italiaans włoski italyanca 意大利语 意大利語"
+    " 義大利語 イタリア語",
+    "Portuguese": "pt por portuguese brazilian português brasileiro portugiesisch portugais portugués"
+    " portoghese portugees portugalski portekizce 葡萄牙语 葡萄牙語 ポルトガル語",
+    "Dutch": "nl nld dut dutch flemish nederlands vlaams niederländisch néerlandais neerlandés holandés"
+    " olandese neerlandês holandês niderlandzki felemenkçe 荷兰语 荷蘭語 オランダ語",
+    "Polish": "pl pol polish polski polnisch polonais polaco polacco polonês pools lehçe 波兰语 波蘭語"
+    " ポーランド語",
+    "Turkish": "tr tur turkish türkçe türkisch turc turco turks turecki 土耳其语 土耳其語 トルコ語",
+    "Chinese": "zh zho chi cmn chinese mandarin putonghua chinesisch chinois chino cinese chinês chinees"
+    " chiński çince 中文 汉语 漢語 普通话 普通話 国语 國語 华语 華語 中国語",
+    "Japanese": "ja jpn japanese nihongo japanisch japonais japonés giapponese japonês japans japoński"
+    " japonca 日本語 日语 日語",
+}
 
 
-def read_answer(heard: str, yes: Iterable[str] = (), no: Iterable[str] = ()) -> str | None:
+def spoken_languages(setting: str) -> list[str]:
+    """The languages that a setting names, of those with words for an answer; all where it is empty."""
+    text = _without_marks(setting).strip()
+    parts = re.split(r"[\s,;/+&|]+", text)
+    # In a sentence some codes are words: "Español de España".
+    is_codes = all(re.fullmatch("[a-z]{2,3}(?:[-_][a-z0-9]+)*", part) for part in parts)
+    codes = {re.split("[-_]", part)[0] for part in parts if is_codes}
+    words = {word for word in re.findall(r"[^\W\d_]+", text) if len(word) > 3}
+    return [
+        language
+        for language, names in _LANGUAGE_NAMES.items()
+        for known in [_without_marks(names).split()]
+        # Chinese and Japanese have no spaces between words.
+        if not text or not (codes | words).isdisjoint(known) or any(n > "\u2e80" and n in text for n in known)
+    ]
+
+
+def _without_marks(text: str) -> str:
+    plain = unicodedata.normalize("NFKD", text.lower())
+    return "".join(character for character in plain if unicodedata.category(character) != "Mn")
+
+
+# What may stand behind the last word: one end of a sentence, and what closes a quotation.
+_STATED = re.compile(r"[\s\"'”’»)\]」』]*(?:[.。｡।۔።။។]|!+)?[\s\"'”’»)\]」』]*")
+# Scripts that are written without spaces; what is heard in them may have some.
+_UNSPACED = re.compile("(?<=[\u3005-\u30ff\u3400-\u9fff]) (?=[\u3005-\u30ff\u3400-\u9fff])")
+
+
+def _is_statement(text: str) -> bool:
+    """Whether nothing asks, trails off or is a picture, such as a thumb that points down."""
+    kinds = [unicodedata.category(character)[0] for character in text]
+    end = max((at for at, kind in enumerate(kinds, 1) if kind in "LMN"), default=0)
+    return "S" not in kinds and not re.search("[?؟]", text) and bool(_STATED.fullmatch(text[end:]))
+
+
+def _said(text: str) -> list[list[str]]:
+    """The words in lower case, of which Turkish has its own: capital I is that of ı or of i."""
+    text = unicodedata.normalize("NFKC", text).replace("’", "'")
+    return [_words_of(text.lower()), _words_of(text.replace("İ", "i").replace("I", "ı").lower())]
+
+
+def _words_of(text: str) -> list[str]:
+    letters = (c if unicodedata.category(c)[0] in "LMN" or c == "'" else " " for c in text)
+    return [word for part in "".join(letters).split() if (word := part.strip("'"))]
+
+
+def _after_fillers(words: list[str]) -> Iterator[str]:
+    return itertools.dropwhile(_FILLERS.__contains__, words)
+
+
+def _once_said(words: Iterable[str]) -> list[str]:
+    """The words, the first of them once: "no, no, don't", but not "doe maar, maar"."""
+    first, *rest = [*words] or [""]
+    return [first, *itertools.dropwhile(first.__eq__, rest)]
+
+
+def _spaced(words: Iterable[str]) -> str:
+    return _UNSPACED.sub("", " ".join(words))
+
+
+def _less_polite(said: str, language: str) -> str:
+    if language not in _POLITE:
+        return said
+    return " ".join(_once_said(re.sub(rf"(?<!\S)(?:{_POLITE[language]})(?!\S)", " ", said).split()))
+
+
+# By language, then by what is said.
+_ANSWERS: dict[str, dict[str, str]] = {
+    language: {
+        _spaced(words): answer
+        for answer, phrases in (("once", _YES), ("deny", _NO))
+        for phrase in phrases[language].split("|")
+        for form in (phrase, re.sub(r"\(.*\)", "", phrase))
+        for words in [_said(form)[0]]
+    }
+    for language in _LANGUAGE_NAMES
+}
+
+
+def read_answer(
+    heard: str, yes: Iterable[str] = (), no: Iterable[str] = (), language: str = ""
+) -> str | None:
     """What the user's words answer: `once`, `deny`, or None if that is not clear.
 
-    `yes` and `no` are phrases that count besides the built-in ones.
+    `yes` and `no` are phrases that count besides the built-in ones of the languages that
+    `language` names; where it names none, all of them are listened for.
     """
-    if re.search("[?？؟]", heard) or len(heard) > 100:
+    if len(heard) > ANSWER_CHARS or not _is_statement(unicodedata.normalize("NFKC", heard)):
         return None
-    said = _said(heard)
-    allows = said in _YES_SAID or said in map(_said, yes)
-    denies = said in _NO_SAID or said in map(_said, no)
-    if not said or allows == denies:
-        return None
-    return "once" if allows else "deny"
-
-
-def _said(text: str) -> str:
-    """Words without accents, case, politeness, repetition and spaces, which not every script has."""
-    plain = unicodedata.normalize("NFKD", text.replace("’", "'").casefold().replace("ı", "i"))
-    plain = unicodedata.normalize("NFC", re.sub("[\u0300-\u036f]", "", plain))
-    words = re.findall(r"[^\W_]+(?:'[^\W_]+)*", _POLITE.sub(" ", plain))
-    return "".join(word for word, _ in itertools.groupby(words))
-
-
-_YES_SAID, _NO_SAID = (
-    frozenset(
-        _said(form)
-        for phrase in "|".join(words.values()).split("|")
-        for form in (phrase, re.sub(r"\(.*\)", "", phrase))
-    )
-    for words in (_YES, _NO)
-)
+    spoken = spoken_languages(language)
+    own = [("once", phrase) for phrase in yes] + [("deny", phrase) for phrase in no]
+    phrases = [(answer, _spaced(words)) for answer, phrase in own for words in _said(phrase)]
+    meant: set[str] = set()
+    for words in _said(heard):
+        bare = _spaced(_once_said(word for word in _after_fillers(words) if word != "hermes"))
+        polite = {name: _less_polite(bare, name) for name in spoken}
+        forms = {_spaced(words), bare, *polite.values()} - {""}
+        meant.update(answer for answer, phrase in phrases if phrase in forms)
+        if not {*_ELSEWHERE.get(bare, ())} & {*spoken}:
+            meant.update(_ANSWERS[name].get(form, "") for name in spoken for form in (bare, polite[name]))
+    meant.discard("")
+    return meant.pop() if len(meant) == 1 else None
 
 # A request begins so behind a yes: "yes, but only the old ones".
 _REQUEST_BEGINS = re.compile(
@@ -3774,7 +3894,9 @@ def post_approve(app: App, request: Request) -> Reply:
         if not config.voice_approvals:
             message = "Permission is given by click here: use the buttons on the screen."
             raise Conflict(message, code="click_only")
-        read = partial(read_answer, yes=config.yes_phrases, no=config.no_phrases)
+        read = partial(
+            read_answer, yes=config.yes_phrases, no=config.no_phrases, language=config.language
+        )
         more = read(heard) is None and has_request(heard, read)
         choice = "deny" if more else read(heard)
         if choice is None:
@@ -5289,6 +5411,19 @@ def check_config(checkup: Checkup) -> Seen:
     yield OK, f"{'read' if checkup.args.config else 'none, so the defaults'}; model {config.model}", ""
     for warning in warnings:
         yield WARNING, *text_and_advice(warning)
+    if config.language and config.voice_approvals:
+        yield spoken_permission(config)
+
+
+def spoken_permission(config: Config) -> tuple[str, str, str]:
+    """In which languages a spoken yes or no answers a question, where the setting chooses them."""
+    if languages := spoken_languages(config.language):
+        return OK, f"a spoken yes or no counts in {' and '.join(languages)}", ""
+    missing = [key for key in ("yes_phrases", "no_phrases") if not getattr(config, key)]
+    if not missing:
+        return OK, "a spoken yes or no counts in your own phrases only", ""
+    text = f"{config.language}: no spoken yes or no is built in"
+    return WARNING, text, f"set {' and '.join(missing)}; until then use the buttons"
 
 
 def seen_by_client(certificate: Certificate, name: str) -> Json:

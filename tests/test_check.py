@@ -210,6 +210,36 @@ def test_the_configs_warnings_are_told(desk):
 
 
 @pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, []),
+        ({"language": "Deutsch"}, ["ok: a spoken yes or no counts in German"]),
+        ({"language": "de, en"}, ["ok: a spoken yes or no counts in English and German"]),
+        (
+            {"language": "Danish"},
+            [
+                "warning: Danish: no spoken yes or no is built in; set yes_phrases and no_phrases;"
+                " until then use the buttons"
+            ],
+        ),
+        (
+            {"language": "Danish", "yes_phrases": ["ja"]},
+            ["warning: Danish: no spoken yes or no is built in; set no_phrases; until then use the buttons"],
+        ),
+        (
+            {"language": "Danish", "yes_phrases": ["ja"], "no_phrases": ["nej"]},
+            ["ok: a spoken yes or no counts in your own phrases only"],
+        ),
+        ({"language": "Danish", "voice_approvals": False}, []),
+    ],
+)
+def test_in_which_language_permission_can_be_spoken_is_told(desk, settings, told):
+    desk.check(config=desk.write("config.json", json.dumps(settings)))
+
+    assert desk.said("config")[1:] == told
+
+
+@pytest.mark.parametrize(
     ("text", "mode", "said"),
     [
         ("canary-openai-key", 0o640, "warning: others than its owner may use ~/k; run: chmod 600 ~/k"),

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import unicodedata
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hermes_voice import (
+    _ANSWERS,
+    _ELSEWHERE,
+    _FILLERS,
     _NO,
-    _NO_SAID,
+    _POLITE,
     _YES,
-    _YES_SAID,
     ACTIVE_LIMIT,
     APPROVAL_SECONDS,
     CLAIM_SECONDS,
@@ -51,6 +54,7 @@ from hermes_voice import (
     request_text,
     speakable,
     split_answer,
+    spoken_languages,
     transcript_answer,
     transcript_history,
 )
@@ -788,7 +792,7 @@ def test_any_answer_can_be_spoken_and_shown(output):
     [
         *("Yes.", "yes", "YES!", "Yeah.", "Yep.", "Yes, please.", "Yes, Hermes.", "Uh, yes.", "Yes yes yes."),
         *("Allow it.", "Allow.", "Yes, allow it.", "Allow once.", "Approve.", "I approve.", "Go ahead."),
-        *("Do it.", "Yes, do it, please.", "Ja.", "Ja, bitte.", "Ja, mach das.", "Erlaubt.", " yes\n"),
+        *("Do it.", "Yes, do it, please.", "Ja, bitte.", "Ja, mach das.", "Erlaubt.", " yes\n"),
         *("Yes, I allow it.", "Yes, allow it once.", "Yes, you can.", "Yes, go for it.", "Yes, that's fine."),
         *("Ja, gerne.", "Oui, je l'autorise.", "Lo permito.", "Ja, graag.", "お願いします。"),
     ],
@@ -883,6 +887,10 @@ def test_a_clear_no_denies(heard):
             "Warum nicht.",
             "No hay problema.",
         ),
+        # A smile and a thumb are no words, wherever it points.
+        *("Yes 👍", "Yes 👎", "👎 Yes.", "Yes ❌.", "Yes ❌", "No ✅", "Yes → no", "Yes + delete"),
+        # Two words that together look like one, and letters of other scripts that look like these.
+        *("Doit.", "N o", "y es", "уes", "ja wohl"),
         *("Maybe.", "I think so.", "Probably yes.", "Yes, but not that folder.", "Yes, if it is safe."),
         *("Yes, no.", "No, yes.", "Yeah, no.", "Yes and no.", "Ja, nein.", "Yes, wait.", "Wait.", "Not yet."),
         # Negations of a yes, and of a no.
@@ -910,6 +918,40 @@ def test_anything_else_is_unclear(heard):
     assert read_answer(heard) is None
 
 
+# A clear yes and a clear no in each language that has words for them.
+CLEAR = [
+    ("English", "Yes, please.", "No, thanks."),
+    ("English", "YES!", "No no no."),
+    ("German", "Ja.", "Nein."),
+    ("German", "Ja, bitte!", "Nein, danke."),
+    ("German", "Ja, ja, ja.", "Nein, nein."),
+    ("French", "Oui.", "Non, merci."),
+    ("French", "Oui, vas-y, s'il te plaît.", "Non, ne fais pas ça."),
+    ("French", "Vas-y !", "« Non. »"),
+    ("Spanish", "Sí.", "No."),
+    ("Spanish", "¡Sí! ¡Adelante, por favor!", "No, no lo hagas."),
+    ("Italian", "Sì.", "No."),
+    ("Italian", "Procedi.", "No, non farlo, grazie."),
+    ("Portuguese", "Sim.", "Não."),
+    ("Portuguese", "Sim, pode fazer.", "Não, obrigado."),
+    ("Dutch", "Ja.", "Nee."),
+    ("Dutch", "Ja, doe maar.", "Nee, bedankt."),
+    ("Polish", "Tak.", "Nie."),
+    ("Polish", "Tak, zrób to.", "Nie, dziękuję."),
+    ("Turkish", "Evet, lütfen.", "HAYIR"),
+    ("Turkish", "EVET, İZİN VER", "Hayır, yapma."),
+    ("Chinese", "是。", "不行！"),
+    ("Chinese", "是的，可以。", "不允许。"),
+    ("Japanese", "はい、お願いします。", "いいえ、だめです。"),
+    ("Japanese", "はい！", "やめてください。"),
+]
+
+
+@pytest.mark.parametrize(("language", "yes", "no"), CLEAR)
+def test_an_answer_is_understood_in_the_language_that_is_set(language, yes, no):
+    assert (read_answer(yes, language=language), read_answer(no, language=language)) == ("once", "deny")
+
+
 @pytest.mark.parametrize(
     ("yes", "no"),
     [
@@ -917,9 +959,10 @@ def test_anything_else_is_unclear(heard):
         ("Oui, vas-y, s'il te plaît.", "Non, ne fais pas ça."),
         ("Sí.", "No, gracias."),
         ("Sí, adelante, por favor.", "No lo hagas."),
-        ("Si.", "No."),
+        ("Sì.", "No."),
         ("Sì, procedi.", "No, non farlo."),
         ("Sim, pode fazer.", "Não, obrigado."),
+        ("Ja, bitte.", "Nein."),
         ("Ja, doe maar.", "Nee, bedankt."),
         ("Tak, zrób to.", "Nie, dziękuję."),
         ("Evet, lütfen.", "HAYIR"),
@@ -930,15 +973,184 @@ def test_anything_else_is_unclear(heard):
         ("許可します", "やめてください。"),
     ],
 )
-def test_an_answer_is_understood_in_other_languages(yes, no):
+def test_words_of_one_language_only_are_understood_in_all_where_none_is_set(yes, no):
     assert (read_answer(yes), read_answer(no)) == ("once", "deny")
 
 
+@pytest.mark.parametrize(
+    ("heard", "elsewhere", "at_home"),
+    [
+        ("Ja.", "Spanish", "German"),  # laughter
+        ("Ja, ja, ja.", "Spanish", "German"),
+        ("Ja, ja, ja.", "Spanish", "Dutch"),
+        ("Ja.", "Polish", "Dutch"),  # I
+        ("Tak.", "Danish", "Polish"),  # thanks
+        ("Tak, tak.", "Dutch", "Polish"),  # a branch
+        ("Sim.", "Turkish", "Portuguese"),  # silver thread
+        ("Vas y", "Spanish", "French"),  # you go and
+        ("Procedi.", "Portuguese", "Italian"),  # I went on
+        ("Consenti.", "French", "Italian"),  # agreed
+        ("Yap.", "English", "Turkish"),  # chatter
+        ("是", "Japanese", "Chinese"),  # right
+    ],
+)
+def test_a_yes_that_is_another_word_elsewhere_counts_at_home_only(heard, elsewhere, at_home):
+    assert read_answer(heard, language=at_home) == "once"
+    assert read_answer(heard, language=elsewhere) is None
+    assert read_answer(heard) is None
+
+
+def test_every_yes_that_is_another_word_elsewhere_is_looked_at():
+    for heard, elsewhere in _ELSEWHERE.items():
+        assert read_answer(heard) is None
+        for language in elsewhere:
+            assert read_answer(heard, language=f"{language}, {', '.join(_YES)}") is None
+
+
+@pytest.mark.parametrize(("home", "yes", "no"), CLEAR)
+def test_where_a_language_is_set_words_of_others_do_not_count(home, yes, no):
+    for language in _YES:
+        for heard in (yes, no):
+            words = re.findall(r"\w+", heard.lower())[:1]
+            if language != home and words[0] not in _ANSWERS[language]:  # "ja" and "no" are shared
+                assert read_answer(heard, language=language) is None, language
+
+
+# What ends like this goes on, in every language; a filler or "but" is no end either.
+UNFINISHED = (
+    "…",
+    "...",
+    "..",
+    "。。。",
+    "⋯",
+    ",",
+    "，",
+    "、",
+    "،",
+    ";",
+    ":",
+    " -",
+    "–",
+    " —",
+    " (",
+    "„",
+    "~",
+    "/",
+)
+GOING_ON = {
+    "English": "uh|um|but|and|if|or",
+    "German": "äh|ähm|aber|und|wenn|oder",
+    "French": "euh|mais|et|si|ou",
+    "Spanish": "eh|este|pero|y|si|o",
+    "Italian": "ehm|ma|e|se|o",
+    "Portuguese": "é|ãh|mas|e|se|ou",
+    "Dutch": "eh|uh|maar|en|als|of",
+    "Polish": "yyy|eee|ale|i|jeśli|albo",
+    "Turkish": "ııı|şey|ama|ve|eğer|ya da",
+    "Chinese": "嗯|那个|但是|而且|如果|还是",
+    "Japanese": "えっと|ええと|でも|それと|もし|か",
+}
+
+
+@pytest.mark.parametrize("end", UNFINISHED)
+@pytest.mark.parametrize("language", ["", *_YES])
+def test_what_trails_off_is_unclear(language, end):
+    answers = [form for name in ([language] if language else _YES) for form in _ANSWERS[name]]
+
+    assert not [form for form in answers if read_answer(form + end, language=language)]
+
+
+@pytest.mark.parametrize("language", [*_YES])
+def test_what_ends_in_a_filler_is_unclear(language):
+    for form, more, between in itertools.product(
+        _ANSWERS[language], GOING_ON[language].split("|"), (" ", ", ", "")
+    ):
+        heard = f"{form}{between}{more}"
+        if heard not in _ANSWERS[language]:
+            assert read_answer(heard, language=language) is None, heard
+
+
+def test_a_filler_before_the_answer_is_nothing():
+    assert [read_answer(f"{filler}, yes.") for filler in sorted(_FILLERS)] == ["once"] * len(_FILLERS)
+
+
 def test_no_word_means_both_yes_and_no():
-    assert set(_YES) == set(_NO)
+    assert {*_YES} == {*_NO} == {*_ANSWERS}
     assert len(_YES) == 11
-    assert not _YES_SAID & _NO_SAID
-    assert "" not in _YES_SAID | _NO_SAID
+    assert {*_POLITE} < {*_YES}
+    said = {(form, answer) for answers in _ANSWERS.values() for form, answer in answers.items()}
+    assert len({form for form, _ in said}) == len(said)
+    assert "" not in {form for form, _ in said}
+
+
+# Words that differ by their marks only: of the first nothing may be heard in the second.
+DIFFERENT = [
+    ("हाँ", "हूँ"),  # Hindi: yes, and a listening sound
+    ("हाँ", "ह"),
+    ("हां", "हूं"),
+    ("ได้", "ได"),  # Thai: may; no word
+    ("ใช่", "ใช้"),  # Thai: yes; use
+    ("ไม่", "ไม้"),  # Thai: not; wood
+    ("হ্যাঁ", "হুঁ"),  # Bengali: yes; hm
+    ("হ্যাঁ", "হ্য"),
+    ("ஆம்", "ஆமா"),  # Tamil: yes; is it so
+    ("சரி", "சிரி"),  # Tamil: right; laugh
+    ("అవును", "అవన"),  # Telugu
+    ("được", "đuốc"),  # Vietnamese: may; torch
+    ("vâng", "vắng"),  # Vietnamese: yes; absent
+    ("dạ", "da"),  # Vietnamese: yes; skin
+    ("có", "cò"),  # Vietnamese: yes; stork
+    ("sí", "si"),  # Spanish: yes; if
+    ("sì", "si"),  # Italian: yes; oneself
+    ("dé", "de"),  # Spanish: give; of
+    ("oú", "ou"),  # French, where it is an or
+    ("là", "la"),
+    ("schön", "schon"),  # German: nice; already
+    ("drücken", "drucken"),  # German: press; print
+    ("maße", "masse"),  # German: measures; mass
+    ("łaska", "laska"),  # Polish: mercy; stick
+    ("są", "sa"),
+    ("kır", "kir"),  # Turkish: break; dirt
+    ("olur", "ölür"),  # Turkish: may be; dies
+    ("faça", "faca"),  # Portuguese: do; knife
+    ("avô", "avó"),  # Portuguese: grandfather; grandmother
+    ("één", "een"),  # Dutch: one; a
+    ("か", "が"),
+    ("はい", "ばい"),
+    ("да", "дай"),
+    ("й", "и"),
+    ("כֵּן", "כַּן"),
+    ("نَعَم", "نِعَم"),  # Arabic: yes; favours
+    ("네", "내"),  # Korean: yes; my
+    ("ნა", "ნე"),
+    ("บ", "บ้"),
+    ("မ", "မို"),
+    ("ខ", "ខុំ"),
+]
+
+
+@pytest.mark.parametrize(("word", "another"), DIFFERENT)
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_word_with_other_marks_is_another_word(word, another, form):
+    own = {"yes": [unicodedata.normalize(form, word)], "language": "Danish"}
+    other = {"yes": [unicodedata.normalize(form, another)], "language": "Danish"}
+
+    assert (read_answer(f"{word}.", **own), read_answer(another, **own)) == ("once", None)
+    assert (read_answer(f"{another}.", **other), read_answer(word, **other)) == ("once", None)
+
+
+def test_no_answer_is_heard_in_its_letters_without_the_marks():
+    for language, answers in _ANSWERS.items():
+        for form in answers:
+            bare = "".join(c for c in unicodedata.normalize("NFD", form) if unicodedata.category(c) != "Mn")
+            if unicodedata.normalize("NFC", bare) not in answers:
+                assert read_answer(bare, language=language) is None, form
+
+
+@pytest.mark.parametrize("heard", ["Si.", "si", "SI", "Si, adelante.", "Si, procedi.", "Si!"])
+@pytest.mark.parametrize("language", ["", "Spanish", "Italian", "Portuguese", "French"])
+def test_if_is_no_yes(heard, language):
+    assert read_answer(heard, language=language) is None
 
 
 @pytest.mark.parametrize(
@@ -969,8 +1181,11 @@ def test_no_word_means_both_yes_and_no():
     ],
 )
 def test_an_answer_with_a_request_behind_it_is_known(heard):
-    assert has_request(heard, read_answer)
-    assert read_answer(heard) is None
+    # "Ja", "sim" and "tak" count where the language is set.
+    read = [partial(read_answer, language=language) for language in ("", *_YES)]
+
+    assert any(has_request(heard, each) for each in read)
+    assert not any(each(heard) for each in read)
 
 
 @pytest.mark.parametrize(
@@ -990,19 +1205,85 @@ def test_an_answer_without_a_request_behind_it_is_none_of_these(heard):
 def test_more_words_for_an_answer_can_be_given():
     more = {"yes": ["Jo, passt!"], "no": ["Naa"]}
 
-    assert read_answer("jo passt", **more) == "once"
-    assert read_answer("Naa.", **more) == "deny"
-    assert read_answer("jo passt") is None
+    for language in ("", "German", "Danish", "Klingon"):
+        assert read_answer("jo passt", **more, language=language) == "once"
+        assert read_answer("Naa.", **more, language=language) == "deny"
+        assert read_answer("jo passt", language=language) is None
+        assert read_answer("jo passt…", **more, language=language) is None
+        assert read_answer("jo passt noch nicht", **more, language=language) is None
 
 
 def test_a_word_that_was_given_both_meanings_has_none():
     assert read_answer("yes", no=["Yes"]) is None
+    assert read_answer("da", yes=["da"], no=["DA"], language="Russian") is None
+
+
+@pytest.mark.parametrize("phrase", ["!!!", "…", "Hermes", "please", "'", "👍"])
+def test_a_phrase_without_words_of_its_own_is_not_heard_in_silence(phrase):
+    for heard in ("", "…", "!", "thanks", "uh"):
+        assert read_answer(heard, yes=[phrase]) is None
+
+
+@pytest.mark.parametrize(
+    ("languages", "settings"),
+    [
+        *((language, (language, language.upper(), f" {language}, please")) for language in _YES),
+        ("German", ("deutsch", "DE", "de-AT", "Deutsch (Österreich)", "Schweizerdeutsch", "Swiss German")),
+        ("English German", ("German and English", "de, en", "Deutsch und Englisch", "de/en_US")),
+        ("Japanese", ("日本語", "ja-JP", "ja")),
+        ("English Japanese", ("日本語と英語", "Nihongo + English")),
+        ("French", ("Français", "FRANCAIS", "fr_CA", "フランス語")),
+        ("Spanish", ("Español de España", "espanol", "castellano", "es-419", "es")),
+        ("English Spanish", ("Español e inglés", "en|es")),
+        ("Portuguese", ("Brazilian Portuguese", "português do Brasil", "pt-BR")),
+        ("Italian", ("Italiano", "it")),
+        ("Dutch", ("Nederlands", "Vlaams", "nl")),
+        ("Polish", ("polski", "pl", "język polski")),
+        ("Turkish", ("Türkçe", "TÜRKÇE", "turkce", "tr")),
+        ("English", ("İngilizce", "Danish and English", "en-GB-oxendict")),
+        ("Chinese", ("中文", "普通话", "Mandarin Chinese", "zh-Hant-TW", "简体中文")),
+        ("", ("Danish", "dansk", "da", "Klingon", "हिन्दी", "?", "no", "politely", "en vogue")),
+        (" ".join(_YES), ("", "  ")),
+    ],
+)  # fmt: skip
+def test_a_setting_names_its_languages(languages, settings):
+    for setting in settings:
+        assert sorted(spoken_languages(setting)) == sorted(languages.split()), setting
+
+
+@pytest.mark.parametrize("heard", ["Yes.", "No.", "Ja, bitte.", "Oui.", "はい"])
+def test_for_a_language_without_words_only_given_ones_count(heard):
+    assert read_answer(heard, language="Danish") is None
+    assert read_answer("Ja.", yes=["ja"], no=["nej"], language="Danish") == "once"
 
 
 @given(st.text(), st.sampled_from(["yes", "no", "do it", "nein", "はい", ""]))
 @patient
 def test_nothing_that_is_heard_allows_more_than_once(noise, word):
     assert read_answer(noise + word) in (None, "once", "deny")
+
+
+KNOWN_WORDS = {
+    *_FILLERS,
+    "hermes",
+    *re.findall(r"\w+", " ".join(form for answers in _ANSWERS.values() for form in answers)),
+    *re.findall(r"\w+", re.sub("[()?:|\\[\\]]", " ", " ".join(_POLITE.values()))),
+    *("obrigado", "obrigada"),
+}
+ALLOWING = [form for answers in _ANSWERS.values() for form, answer in answers.items() if answer == "once"]
+MORE = st.text(st.characters(categories=["L"]), min_size=3, max_size=12).filter(
+    lambda word: not KNOWN_WORDS & {*unicodedata.normalize("NFKC", word).lower().split()}
+)
+
+
+@given(st.sampled_from(ALLOWING), MORE, st.integers(0, 8), st.sampled_from(["", *_YES]))
+@settings(patient, max_examples=500)
+def test_no_yes_with_more_words_in_it_allows_anything(phrase, word, at, language):
+    words = phrase.split()
+    words.insert(at, word)
+
+    assert read_answer(" ".join(words), language=language) != "once"
+    assert read_answer(", ".join(words) + ".", language=language) != "once"
 
 
 # ---- the event stream --------------------------------------------------------
