@@ -1274,7 +1274,7 @@ def test_a_choice_that_is_not_offered_is_refused(bench):
     assert b.approve(run_id=page.run_id, choice="once")["resolved"] == 1
 
 
-@pytest.mark.parametrize("said", ["No, and move it instead.", "Nein, leg es ins Archiv.", "Ja, aber nur die."])
+@pytest.mark.parametrize("said", ["No, and move it instead.", "Nein, leg es weg.", "Ja, aber nur die."])
 def test_an_answer_with_a_request_behind_it_is_a_no(bench, said):
     b = bench(config=Config(language="English, German"))
     page, run, _ = asked(b)
