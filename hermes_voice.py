@@ -1773,14 +1773,17 @@ def _event(data: str | None) -> Json | None:
 def _words(event: Json, key: str, limit: int = PREVIEW_CHARS) -> str:
     whole = _string(event, key)
     text = mask(whole[: limit * 2])
-    # What is asked for must not look whole when it is not.
     return text if len(text) <= limit and len(whole) <= limit * 2 else f"{text[: limit - 1]}…"
 
 
 def _string(event: Json, key: str) -> str:
-    value = event.get(key)
     # A string in JSON can hold half a character, which UTF-8 cannot.
-    return value.encode(errors="replace").decode() if isinstance(value, str) else ""
+    return _given(event, key).encode(errors="replace").decode()
+
+
+def _given(event: Json, key: str) -> str:
+    value = event.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def _bound_id(question: Json) -> str | None:
@@ -1809,6 +1812,75 @@ def _tool(status: str, stream: RunStream, event: Json, now: float) -> list[Json]
     return [*updates, {**update, "preview": preview} if preview else update]
 
 
+# What a question shows: the exact command, since a permission is for what is seen. Hermes has
+# masked it already, and dots could hide what the command acts on. So only the value of a secret
+# is masked, where its grammar leaves no doubt: never a name, or what a shell would run. The
+# group is what stays in front of it. An AWS key id (AKIA…) is no secret; commands act on it.
+_SECRET_VALUES = [
+    re.compile(pattern)
+    for pattern in (
+        # Behind a single slash it is a file's name.
+        r"()(?<![\w.-])(?<![^/]/)(?:sk-(?:proj|ant|svcacct|admin|or)-[\w-]{20,}|[sr]k_(?:live|test)_\w{20,}"
+        r"|sk-(?=\w*[a-z])(?=\w*[A-Z])(?=\w*\d)[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{36,}"
+        r"|github_pat_\w{40,}|glpat-[\w-]{20,}|xox[abeoprs]-[\w-]{20,}|AIza[\w-]{35}"
+        r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{16,})",
+        r"(?i)(\bAuthorization[\"']?\s*[:=]\s*[\"']?(?:Bearer|Basic|Token)\s+)[\w.~+/=-]{12,}",
+        r"(://[^\s/:@$`(){}<>|;&'\"\\]*:)[^\s/@$`(){}<>|;&'\"\\]+(?=@)",
+        # Whole lines of the key; a shorter one could be anything.
+        r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)(?:(?:\r?\n|\\n)[A-Za-z0-9+/]{40,}={0,2})+",
+    )
+]
+# Linux runs no longer argument (MAX_ARG_STRLEN), so what a shell can run is shown whole.
+COMMAND_CHARS = 131_072
+DESCRIPTION_CHARS = 300
+# Words have no more, in Hebrew and Burmese too; more would cover what stands around them.
+MARKS_STACKED = 3
+NO_LETTER = MARKS_STACKED + 1  # so that no mark may stand here
+# They have no look of their own, whatever their category says: joiners, fillers, variation
+# selectors, blanks; or they strike out or enclose what is before them.
+_UNSEEN = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u2800\u3164\ufe00-\ufe0f\uffa0\ufffc"
+    "\U0001d159\U000e0100-\U000e01ef\u0334-\u0338\u20d0-\u20f0]"
+)
+
+
+def exact_words(text: str, most: int) -> str:
+    """Words as a question shows them, none of their characters hidden but a secret's.
+
+    Longer ones are shown from both ends: what a command does may stand in its last line.
+    """
+    for pattern in _SECRET_VALUES:
+        text = pattern.sub(r"\1•••", text)
+    if len(text) <= most:
+        return _visible(text)
+    head, middle, tail = text[: most // 2], text[most // 2 : -(most // 2)], text[-(most // 2) :]
+    return f"{_visible(head)}\n… {len(middle):,} characters are not shown …\n{_visible(tail)}"
+
+
+def _visible(text: str) -> str:
+    """The text with the code of each character that cannot be seen, such as `\\u{202E}`.
+
+    That holds for joiners too, which some scripts and emoji need: with one of them it is another
+    command. Line breaks and tabs stay; it is for the page to show them.
+    """
+    shown: list[str] = []
+    stacked = NO_LETTER
+    for character in text:
+        kind = unicodedata.category(character)
+        is_mark = kind in ("Mn", "Mc")
+        stacked = stacked + (kind == "Mn") if is_mark else 0 if kind[0] == "L" else NO_LETTER
+        has_look = character in " \n\t" or kind[0] in "LNPS" or (is_mark and stacked <= MARKS_STACKED)
+        is_seen = has_look and not _UNSEEN.match(character)
+        shown.append(character if is_seen else f"\\u{{{ord(character):X}}}")
+    return "".join(shown)
+
+
+def _choices(offered: object, command: str) -> tuple[str, ...]:
+    """What may be answered. Without a choice that is known, or all of the command, only a no."""
+    known = tuple(c for c in CHOICES if c in offered) if isinstance(offered, list) else ()
+    return known if known and command.strip() and len(command) <= COMMAND_CHARS else ("deny",)
+
+
 def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
     bound = _bound_id(event)
     if bound in stream._asked:
@@ -1816,15 +1888,14 @@ def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
     stream._asked.append(bound or f"q{len(stream._asked)}")
     if stream.stop_asked:
         return []
-    offered = event.get("choices")
-    choices = tuple(c for c in CHOICES if c in offered) if isinstance(offered, list) else ()
+    command, description = _given(event, "command"), _given(event, "description")
     updates = stream.close_question("timeout")
     stream.question = question = Question(
         request_id=stream._asked[-1],
         bound=bound,
-        command=_words(event, "command", LINE_CHARS),
-        description=_words(event, "description"),
-        choices=choices or ("once", "deny"),
+        command=exact_words(command, COMMAND_CHARS),
+        description=exact_words(description, DESCRIPTION_CHARS),
+        choices=_choices(event.get("choices"), command),
         until=now + stream.approval_seconds,
     )
     return [*updates, question_update(question, now)]

@@ -441,12 +441,54 @@ const OUTCOMES = {
 
 /** @typedef {NonNullable<ReturnType<typeof visible>["question"]>} ShownQuestion */
 
+const LONG_CHARS = 150; // of a command; its end may be out of sight
+// Words that are written from right to left, codes of what cannot be seen, and tabs.
+const TURNED = "[\\u0590-\\u08ff\\ufb1d-\\ufdff\\ufe70-\\ufefc\\u{10800}-\\u{10fff}\\u{1e800}-\\u{1efff}]+";
+const ODD = new RegExp(`(${TURNED})|(\\\\u\\{[0-9A-F]+\\})|(\t)`, "u");
+
 /** @param {ShownQuestion} question */
 function questionWords(question) {
-  const about = question.description ? ` (${question.description})` : "";
+  const about = make("p", "", "Hermes asks before it does this");
+  if (question.description) about.append(" (", drawExact("span", question.description), ")");
+  about.append(":");
   const command = make("pre", "");
-  command.append(make("code", "", question.command));
-  return [make("p", "", `Hermes asks before it does this${about}:`), command];
+  command.append(drawExact("code", question.command));
+  const size = make("p", "size", sizeOf(question.command));
+  const isLong = question.command.length > LONG_CHARS || question.command.includes("\n");
+  return isLong ? [about, size, command] : [about, command];
+}
+
+/** @param {string} command */
+function sizeOf(command) {
+  const [lines, characters] = [command.split("\n"), command].map(({ length }) => length.toLocaleString("en"));
+  return `${lines} ${lines === "1" ? "line" : "lines"}, ${characters} characters`;
+}
+
+/**
+ * A text whose characters are in the order in which they are read: the server has put codes for what
+ * cannot be seen, and each word from right to left stands alone, so that it turns nothing around it.
+ * Lines have numbers where there are several: one that is only too long has none.
+ * @param {string} tag @param {string} text
+ */
+function drawExact(tag, text) {
+  const lines = text.split("\n");
+  const exact = make(tag, lines.length > 1 ? "exact lines" : "exact");
+  exact.dir = "ltr";
+  for (const [at, line] of lines.entries()) {
+    if (at) exact.append("\n");
+    const part = make("span", "line");
+    part.append(...line.split(ODD).filter(Boolean).map(drawOdd));
+    exact.append(part);
+  }
+  return exact;
+}
+
+/** @param {string} part of a line, as `ODD` splits it */
+function drawOdd(part) {
+  const [, turned, code, tab] = part.match(ODD) ?? [];
+  if (turned) return make("bdi", "", turned);
+  if (code) return make("mark", "", code);
+  return tab ? make("span", "tab", tab) : part;
 }
 
 /** @param {ShownQuestion} question */
@@ -466,7 +508,8 @@ function drawOpenQuestion(element, { key, question }) {
     const offered = Object.keys(CHOICES).filter((choice) => question.choices.includes(choice));
     buttons.append(...offered.map((choice) => choiceButton(key, question.requestId, choice)));
     // First, where a small screen does not cut it off.
-    element.replaceChildren(make("p", "left", ""), ...questionWords(question), buttons);
+    const only = offered.join() === "deny" ? [make("p", "", "It cannot be allowed from here.")] : [];
+    element.replaceChildren(make("p", "left", ""), ...questionWords(question), ...only, buttons);
   }
   for (const button of element.querySelectorAll("button")) button.disabled = !question.mayClick;
   const left = /** @type {HTMLElement} */ (element.firstElementChild);

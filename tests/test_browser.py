@@ -332,6 +332,110 @@ def test_no_key_pressed_for_something_else_answers_a_question(browser):
         assert not any(path.endswith("/approval") for path in [seen.path for seen in line.hermes.seen])
 
 
+# Where each character of an element's text stands, in the order of the text.
+PLACES = """element => {
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+  const found = [];
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    for (let at = 0; at < node.length; at += 1) {
+      const range = new Range();
+      range.setStart(node, at);
+      range.setEnd(node, at + 1);
+      const { left, top } = range.getBoundingClientRect();
+      found.push([node.data[at], top, left]);
+    }
+  }
+  return found;
+}"""
+
+
+def as_read(element):
+    """An element's text from left to right on the screen; a word from right to left is its first letter."""
+    signs = []
+    was_turned = False
+    for character, top, left in element.evaluate(PLACES):
+        turned = "\u0590" <= character <= "\u08ff"
+        if turned and was_turned:
+            signs[-1][1] = min(signs[-1][1], left)
+        elif character != "\n":
+            signs.append([top, left, character])
+        was_turned = turned
+    return "".join(character for _, _, character in sorted(signs))
+
+
+@pytest.mark.parametrize(
+    ("command", "seen"),
+    [
+        ("rm -rf /x/\u202ephotos/2024", "rm -rf /x/\\u{202E}photos/2024"),
+        ("rm \u2067/a/\u2069/b", "rm \\u{2067}/a/\\u{2069}/b"),
+        # Words from right to left turn nothing around them, in the order of a path least of all.
+        ("rm -rf /x/שלום/2024/עולם/y", "rm -rf /x/ש/2024/ע/y"),
+        ("שלום/2024; rm سلام", "ש/2024; rm س"),
+    ],
+)
+def test_a_question_shows_the_command_in_the_order_in_which_it_runs(browser, command, seen):
+    asked = event("approval.request", command=command, description=command, choices=["once", "deny"])
+    gate = threading.Event()
+    with Line(browser, hermes_that(asked, gate, event("run.completed", output="Done."))) as line:
+        line.page.set_viewport_size({"width": 1280, "height": 700})
+        line.type("Clean up.")
+        expect(line.button("Allow once")).to_be_visible()
+        line.page.reload()
+        asks = line.page.get_by_role("region", name="Hermes asks")
+        expect(asks).to_be_visible()
+
+        assert as_read(asks.locator("pre")) == seen
+        assert as_read(asks.locator("p").nth(1)) == f"Hermes asks before it does this ({seen}):"
+        gate.set()
+        expect(line.card).to_contain_text("Done.")
+        assert as_read(line.card.locator("pre").first) == seen
+
+
+def test_lines_and_tabs_of_a_command_are_told_from_what_looks_like_them(browser):
+    command = 'for f in *; do\n\trm -- "$f"\n\ndone; echo ' + "x " * 200 + "\n"
+    asked = event("approval.request", command=command, choices=["once", "deny"])
+    with Line(browser, hermes_that(asked, threading.Event())) as line:
+        line.type("Clean up.")
+        code = line.page.get_by_role("region", name="Hermes asks").locator("code")
+
+        expect(code).to_be_visible()
+        assert code.evaluate("code => code.textContent") == command
+        assert code.locator(".line").count() == 5
+        assert code.locator(".tab").evaluate_all("tabs => tabs.map((tab) => tab.textContent)") == ["\t"]
+        number = "line => getComputedStyle(line, '::before').content"
+        assert "counter(line)" in code.locator(".line").first.evaluate(number)
+        expect(line.page.get_by_text(f"5 lines, {len(command)} characters")).to_be_visible()
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 568), (390, 844), (1280, 800)])
+def test_a_long_command_is_shown_whole_with_its_buttons_in_reach(browser, width, height):
+    command = "rm -rf " + "/srv/backups/2024 " * 200 + "/last"
+    asked = event("approval.request", command=command, choices=["once", "session", "deny"])
+    with Line(browser, hermes_that(asked, threading.Event())) as line:
+        line.page.set_viewport_size({"width": width, "height": height})
+        line.type("Clean up.")
+        asks = line.page.get_by_role("region", name="Hermes asks")
+
+        for name in ("Allow once", "Allow for this task", "Deny"):
+            expect(line.button(name)).to_be_in_viewport(ratio=1)
+        # Nothing but the place of the questions scrolls, and at its end the command ends.
+        assert asks.locator("pre").evaluate("pre => pre.scrollHeight <= pre.clientHeight")
+        asks.evaluate("asks => asks.scrollTo(0, asks.scrollHeight)")
+        end = asks.locator("pre").bounding_box()
+        assert end["y"] + end["height"] <= line.button("Allow once").bounding_box()["y"]
+        assert line.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_question_that_can_only_be_denied_says_so(browser):
+    asked = event("approval.request", command="rm", choices=["always"])
+    with Line(browser, hermes_that(asked, threading.Event())) as line:
+        line.type("Clean up.")
+
+        expect(line.button("Deny")).to_be_enabled()
+        expect(line.page.get_by_text("It cannot be allowed from here.")).to_be_visible()
+        assert line.page.get_by_role("button", name="Allow").count() == 0
+
+
 @pytest.mark.parametrize("width", [320, 900])
 def test_nothing_is_wider_than_the_screen(browser, width):
     answer = "Here.\n---\n" + "| a | b |\n|---|---|\n" + "| " + "x" * 300 + " | y |\n\n`" + "z" * 300 + "`"

@@ -1212,6 +1212,37 @@ def test_a_question_is_answered_by_voice(bench, heard, said, choice):
     assert f"choice={choice} by=voice" in heard.text
 
 
+@pytest.mark.parametrize(
+    ("language", "said", "choice"),
+    [
+        ("Deutsch", "Ja.", "once"),
+        ("", "Ja.", None),
+        ("Spanish", "Ja, ja, ja.", None),
+        ("Danish", "Yes.", None),
+    ],
+)
+def test_a_spoken_answer_counts_in_the_language_that_is_set(bench, language, said, choice):
+    b = bench(config=Config(language=language))
+    page, run, _ = asked(b)
+
+    assert b.approve(run_id=page.run_id, heard=said)["choice"] == choice
+
+    assert [answer["choice"] for answer in run.answers] == ([choice] if choice else [])
+
+
+def test_a_question_without_usable_choices_can_only_be_denied(bench):
+    b = bench()
+    page, run, question = asked(b, choices=["always"])
+    assert question["choices"] == ["deny"]
+
+    for words in ({"choice": "once"}, {"choice": "session"}, {"heard": "Yes."}):
+        with pytest.raises(BadRequest, match="does not offer"):
+            b.approve(run_id=page.run_id, **words)
+
+    assert b.approve(run_id=page.run_id, heard="No.")["resolved"] == 1
+    assert [answer["choice"] for answer in run.answers] == ["deny"]
+
+
 @pytest.mark.parametrize("said", ["Maybe.", "Yes?", "What would it delete?", "Yes, no, wait", "always"])
 def test_what_is_no_clear_answer_decides_nothing(bench, heard, said):
     b = bench()
