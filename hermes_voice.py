@@ -3873,26 +3873,39 @@ def forget_daily(app: App) -> None:
 
 
 def get_updates(app: App, request: Request) -> Updates:
-    """Follow a run: what was missed since `after`, then what comes."""
+    """Follow a run: what was missed since `after`, then what comes, or with `wait=0` no more."""
     after = request.query.get("after", "0")
     if not re.fullmatch(r"\d{1,9}", after):
         raise BadRequest("'after' must be the number of an update.")
-    return Updates(updates_after(app, app.find(request.ids[0]), int(after)))
+    run = app.find(request.ids[0])
+    if request.query.get("wait") == "0":
+        with app.changed:
+            return Updates(iter([[run_line(run, int(after)), *updates_so_far(app, run, int(after))]]))
+    return Updates(updates_after(app, run, int(after)))
+
+
+def run_line(run: Run, after: int) -> Json:
+    """The first line of a run's stream."""
+    age, seq = max(0, round(time.time() - run.created)), min(after, run.seq)
+    return {"type": "run", "run_id": run.id, "state": run.state, "seconds": age, "seq": seq}
+
+
+def updates_so_far(app: App, run: Run, after: int) -> list[Json]:
+    """The updates that a page has missed, the final one among them. The caller holds the lock."""
+    batch = [fresh(run, update, app.clock()) for update in run.updates if update["seq"] > after]
+    return batch if run.final is None or run.final in batch else [*batch, run.final]
 
 
 def updates_after(app: App, run: Run, after: int) -> Iterator[list[Json]]:
     """Batches of a run's updates: `run` first, one final update last, never long silence."""
-    age, seq = max(0, round(time.time() - run.created)), min(after, run.seq)
-    yield [{"type": "run", "run_id": run.id, "state": run.state, "seconds": age, "seq": seq}]
+    yield [run_line(run, after)]
     while True:
         with app.changed:
             news = lambda seen=after: run.seq > seen or run.final or app.closing  # noqa: E731
             app.changed.wait_for(news, app.waits.heartbeat)
-            batch = [fresh(run, update, app.clock()) for update in run.updates if update["seq"] > after]
+            batch = updates_so_far(app, run, after)
             final, closing, newest = run.final, app.closing, run.seq
-        if final and final not in batch:
-            batch.append(final)
-        elif closing and not final:
+        if closing and not final:
             message = "hermes-voice is restarting. The task goes on."
             batch.append({"type": "error", "code": "closing", "message": message, "seq": run.seq})
         yield batch or [{"type": "heartbeat", "seq": after}]

@@ -2,6 +2,9 @@
 
 import { LineDecoder } from "./wire.js";
 
+const FIRST_MS = 4000; // the sidecar's first line comes at once, but for a request that Hermes is slow to take
+const SILENCE_MS = 20000; // its heartbeats come every 15 s
+
 /** What the sidecar, or the way to it, answered instead of what was asked for. */
 export class ApiError extends Error {
   /** @param {string} message @param {string} code @param {number} status 0 if there was no answer */
@@ -35,17 +38,25 @@ export class Api {
    * @param {string} path
    * @param {object | null} body to POST, null to GET
    * @param {(update: any) => void} onUpdate
-   * @param {AbortSignal} signal
+   * @param {AbortSignal} [signal]
+   * @param {() => void} [onSilence] it brings nothing for longer than the sidecar is ever silent
    */
-  async follow(path, body, onUpdate, signal) {
-    const response = await this.#fetch(path, { ...(body ? posting(body) : {}), signal });
-    if (!response.body) throw new ApiError("The answer has no body.", "network", 0);
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    const lines = new LineDecoder();
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      for (const update of lines.feed(value)) onUpdate(update);
+  async follow(path, body, onUpdate, signal, onSilence = () => {}) {
+    let timer = setTimeout(onSilence, FIRST_MS);
+    try {
+      const response = await this.#fetch(path, { ...(body ? posting(body) : {}), signal });
+      if (!response.body) throw new ApiError("The answer has no body.", "network", 0);
+      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+      const lines = new LineDecoder();
+      for (;;) {
+        const { value, done } = await reader.read();
+        clearTimeout(timer);
+        if (done) return;
+        timer = setTimeout(onSilence, SILENCE_MS);
+        for (const update of lines.feed(value)) onUpdate(update);
+      }
+    } finally {
+      clearTimeout(timer);
     }
   }
 

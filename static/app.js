@@ -91,6 +91,7 @@ const EFFECTS = {
   goodbye: ({ sessionId, seconds }) => sessionId && void hangUp(sessionId, seconds),
   delegate: ({ key, lines }) => void follow(key, "delegate", { hermes_session: conversation, delegation_id: key, lines }),
   follow: ({ key, runId, after }) => void follow(key, `runs/${runId}/updates?after=${after}`, null),
+  poll: (effect) => void poll(effect),
   unfollow: ({ key }) => streams.get(key)?.abort(),
   stop: (effect) => void stop(effect),
   approve: (effect) => void approve(effect),
@@ -159,7 +160,8 @@ async function follow(key, path, body) {
   const controller = new AbortController();
   streams.set(key, controller);
   try {
-    await api.follow(path, body, (update) => dispatch({ type: "update", key, update }), controller.signal);
+    const take = (/** @type {any} */ update) => dispatch({ type: "update", key, update });
+    await api.follow(path, body, take, controller.signal, () => dispatch({ type: "silent", key }));
     dispatch({ type: "streamEnded", key, refused: false });
   } catch (error) {
     if (controller.signal.aborted) return;
@@ -169,6 +171,25 @@ async function follow(key, path, body) {
   } finally {
     if (streams.get(key) === controller) streams.delete(key);
   }
+}
+
+/** Ask for what a stream does not bring. @param {{key: string, runId: string | null, after: number}} effect */
+async function poll({ key, runId, after }) {
+  /** @type {any[]} */
+  const updates = [];
+  try {
+    if (runId) await api.follow(`runs/${runId}/updates?after=${after}&wait=0`, null, (update) => updates.push(update));
+    else updates.push(...(await listed()).filter((run) => run.delegations.includes(key)).map((run) => ({ type: "run", ...run })));
+  } catch (error) {
+    explained(error); // the stream, or its end, tells more
+  }
+  for (const update of updates) dispatch({ type: "update", key, update, polled: true });
+  dispatch({ type: "polled", key, found: updates.length > 0 });
+}
+
+/** The server's runs of this conversation. @returns {Promise<any[]>} */
+async function listed() {
+  return (await api.get(`runs?conversation=${conversation}`)).runs;
 }
 
 /** @param {{key: string, runId: string}} effect */
@@ -386,8 +407,7 @@ async function begin(why) {
     const { lines } = await api.get(`conversations/${conversation}`);
     const age = (/** @type {number} */ at) => Math.max(0, Date.now() - at * 1000);
     dispatch({ type: "recalled", lines: lines.map((/** @type {any} */ line) => ({ ...line, age: age(line.at) })) });
-    const { runs } = await api.get(`runs?conversation=${conversation}`);
-    dispatch({ type: "listed", runs });
+    dispatch({ type: "listed", runs: await listed() });
   } catch (error) {
     const { message, status } = explained(error);
     if (status === 401) askForToken(why ? `${why} ${ENTER_TOKEN}` : api.token ? "That token was not accepted. Check it and try again." : NO_TOKEN);

@@ -71,6 +71,8 @@ const ALWAYS = {
   mute: session.mute,
   listed: runs.listed,
   update: runs.update,
+  silent: runs.silent,
+  polled: runs.polled,
   streamEnded: runs.streamEnded,
   claimed: runs.claimed,
   confirmed: runs.confirmed,
@@ -118,7 +120,7 @@ const TICK = [
     words.settle, words.listenForAnswer, words.listenForCommand, words.listenForLate, words.handTail,
     questions.askAnew, questions.remind, runs.reportProgress,
   ].map(whileLive),
-  words.handLeft, runs.followAgain, runs.claimDue, words.keepLines,
+  words.handLeft, runs.followAgain, runs.pollHeld, runs.claimDue, words.keepLines,
 ];
 
 /**

@@ -2,6 +2,8 @@
 //
 //   run         starting -> queued, running, unreachable, stopping -> ended
 //   stream      followed -> broken -> followed again, until it is hopeless: the end is unknown
+//     silent    nothing comes through it: asked every second, told once the server has answered
+//               that; until the stream brings a line after all, or the run has ended
 //
 // A run lives at the server, whatever happens here; its updates count once, by their number.
 //
@@ -41,6 +43,7 @@ const RUNS_KEPT = 100;
 const TOOLS_KEPT = 50;
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
+const POLL_MS = 1000; // between two looks at a run whose stream is held back
 const RETRIES_MOST = 8;
 const RETRY_MOST_MS = 15000; // between two of them
 const CLAIM_AGAIN_MS = 2000; // after a claim that another page had, or that nobody answered
@@ -72,7 +75,7 @@ function withRuns(state, runs) {
 function newRun(state, key, runId, request) {
   return {
     key, runId, request, about: request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
-    result: null, seq: 0, since: state.now, stopAsked: false, stopSaid: false, retries: 0, following: true, followAt: 0, noted: "",
+    result: null, seq: 0, since: state.now, stopAsked: false, stopSaid: false, retries: 0, following: true, followAt: 0, held: false, pollAt: 0, noted: "",
     notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
   };
 }
@@ -123,6 +126,7 @@ const UNNUMBERED = ["run", "error"];
 export function update(state, event) {
   const run = state.runs.find((r) => r.key === event.key);
   const rule = UPDATES[event.update.type];
+  if (run?.held && !event.polled) return update(changed(state, run.key, (r) => ({ ...r, held: false })), event);
   const repeated = !UNNUMBERED.includes(event.update.type) && event.update.seq <= (run?.seq ?? 0);
   if (!run || run.result || !rule || repeated) return [state, []];
   const numbered = changed(state, run.key, (r) => ({ ...r, seq: Math.max(r.seq, event.update.seq ?? 0), retries: 0 }));
@@ -346,7 +350,33 @@ export function streamEnded(state, event) {
   }
   const wait = Math.min(1000 * 2 ** run.retries, RETRY_MOST_MS);
   const broken = run.retries ? state : notify(state, "info", "The connection to hermes-voice broke. Trying again.");
-  return [changed(broken, run.key, (r) => ({ ...r, following: false, followAt: state.now + wait, retries: r.retries + 1 })), []];
+  return [changed(broken, run.key, (r) => ({ ...r, following: false, held: false, followAt: state.now + wait, retries: r.retries + 1 })), []];
+}
+
+const HELD =
+  "Something between this page and hermes-voice holds its answers back, most likely a proxy. It must pass streams on" +
+  " as they come; the README shows how. Until then this page asks every second.";
+
+/** A stream brings nothing. It is slow, or held back on its way. @type {EventRule} */
+export function silent(state, event) {
+  return [changed(state, event.key, (run) => ({ ...run, held: !run.result, pollAt: state.now })), []];
+}
+
+/** Ask for what is held back. @type {Rule} */
+export function pollHeld(state) {
+  const due = state.runs.filter((run) => run.held && run.following && !run.result && state.now >= run.pollAt);
+  return each(state, due, (s, { key, runId, seq }) => [
+    changed(s, key, (run) => ({ ...run, pollAt: Infinity })),
+    [{ do: "poll", key, runId, after: seq }],
+  ]);
+}
+
+/** The server was asked; `found`: it knows the run, whose stream has still brought nothing. @type {EventRule} */
+export function polled(state, event) {
+  const run = state.runs.find((r) => r.key === event.key && r.held);
+  if (!run) return [state, []];
+  const next = changed(state, run.key, (r) => ({ ...r, pollAt: state.now + POLL_MS }));
+  return [event.found && !state.heldTold ? notify({ ...next, heldTold: true }, "error", HELD) : next, []];
 }
 
 /** Take broken streams up again. @type {Rule} */

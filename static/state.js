@@ -30,12 +30,14 @@ import { thinking } from "./wire.js";
  *   question: Question | null, result: {finish: string, show: string, error: string} | null,
  *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
  *   stopAsked: boolean, stopSaid: boolean, retries: number, following: boolean, followAt: number,
+ *   held: boolean, pollAt: number,
  *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
  *   owed: string[], claim: "" | "due" | "asked" | "mine" | "heard" | "told", claimAt: number}} Run
  *   `about` is the request it began with, `request` the newest that it answers.
  *   `owed` is what is to be said of its end, `claim` how far that is, `claimAt` when the server
  *   is asked again about it, `attempt` the call in which it was asked.
- *   `stopSaid`: the user asked for the stop aloud.
+ *   `stopSaid`: the user asked for the stop aloud. `held`: its stream brings nothing, and the
+ *   server is asked instead, next at `pollAt`.
  *   `lines` are kept until the server has named the run, `batches` of words until Hermes
  *   has taken it.
  * @typedef {{id: string, attempt: number, at: number, placeMs: number | null, state: "settling" | "captured" | "sent" | "answered",
@@ -89,6 +91,7 @@ export const START = {
   /** @type {string[]} */ repeatPhrases: [],
   progress: /** @type {import("./progress.js").Pace} */ ("normal"),
   voiceApprovals: true, // words may answer a question
+  heldTold: false, // that something on the way holds streams back
   page: "", // makes the keys of this page's lines its own
   // words and work
   /** @type {{key: string, requestId: string, batch: number, ids: string[]} | null} */

@@ -238,6 +238,8 @@ const EVENTS = [
   { type: "returned" },
   { type: "listed", runs: [] },
   { type: "update", key: "d1", update: { type: "heartbeat", seq: 1 } },
+  { type: "silent", key: "d1" },
+  { type: "polled", key: "d1", found: true },
   { type: "streamEnded", key: "d1", refused: false },
   { type: "approve", key: "d1", requestId: "q1", choice: "once" },
   { type: "answered", key: "d1", requestId: "q1", choice: null },

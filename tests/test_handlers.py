@@ -29,6 +29,7 @@ from hermes_voice import (
     TooLarge,
     TooMany,
     Unreachable,
+    get_updates,
 )
 
 MANY = (SOON,) * 200
@@ -139,6 +140,26 @@ def test_a_page_that_has_seen_the_end_is_told_the_end_again(bench):
 
     assert again.done() == done
     assert len(again.updates) == 2
+
+
+def test_a_page_whose_stream_is_held_back_is_told_what_there_is(bench):
+    b = bench()
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+    run.emit("tool.started", tool="terminal")
+    seen = page.wait("tool")["seq"]
+    told = lambda after: [*get_updates(b.app, asking(page.run_id, after)).batches]  # noqa: E731
+
+    assert [[update["type"] for update in batch] for batch in told(0)] == [["run", "run", "run", "tool"]]
+    assert [[update["type"] for update in batch] for batch in told(seen)] == [["run"]]
+    run.end("completed", output="Done.")
+    page.done()
+    assert [[update["type"] for update in batch] for batch in told(seen)] == [["run", "delta", "done"]]
+    assert told(999) == [[told(999)[0][0], page.done()]]
+
+
+def asking(run_id, after):
+    return Request(ids=(run_id,), query={"after": str(after), "wait": "0"})
 
 
 def test_the_same_delegation_twice_is_one_run(bench):

@@ -71,13 +71,13 @@ def free_port():
 class Proxy:
     """A proxy in front of a port, made as the README says."""
 
-    def __init__(self, name, path, folder, pair, where, upstream_port):
+    def __init__(self, name, path, folder, pair, where, upstream_port, more=""):
         self.port, self.folder = free_port(), folder
         names = {"port": self.port, "user": os.environ.get("USER", "root")}
         for file in ("cert.pem", "key.pem"):
             (folder / file).write_bytes((pair / file).read_bytes())
         if name == "nginx":
-            recipe, frame = recipes("location ")[where], NGINX
+            recipe, frame = recipes("location ")[where].replace("    proxy_buffering off;\n", more), NGINX
             self.command = [path, "-p", str(folder), "-e", "stderr", "-c", str(folder / "config")]
             self.ready = "start worker process"
         else:
@@ -182,6 +182,37 @@ def test_a_page_behind_the_proxy_works_and_follows_a_run_as_it_happens(browser, 
         expect(card).to_contain_text("Nothing but spiders.")
         assert page.evaluate("isSecureContext")
         assert page.faults == []
+        page.context.close()
+
+
+# What the README's recipe turns off, and the server's header as well.
+HOLDING_BACK = "    proxy_ignore_headers X-Accel-Buffering;\n"
+
+
+def test_behind_a_proxy_that_holds_streams_back_the_page_says_so_and_asks(
+    browser, nginx_path, tmp_path, pair, sidecar
+):
+    with Proxy("nginx", nginx_path, tmp_path, pair, ROOT, sidecar.port, HOLDING_BACK) as front:
+        sidecar.url = front.url
+        page = sidecar.open(browser, ignore_https_errors=True)
+        page.get_by_label("Access token", exact=True).fill(TOKEN)
+        page.get_by_role("button", name="Let me in").click()
+        page.get_by_role("textbox", name="Message Hermes").fill("Clean up.")
+        page.get_by_role("button", name="Send", exact=True).click()
+        run = sidecar.hermes.run()
+        card = page.get_by_role("article")
+
+        run.emit("tool.started", tool="terminal", preview="ls -la the-cellar")
+        expect(card).to_contain_text("the-cellar")
+        expect(page.get_by_role("log")).to_contain_text("holds its answers back")
+        run.ask("rm -rf the-cellar")
+        page.get_by_role("button", name="Deny", exact=True).click()
+        expect(card).to_contain_text("You denied it.")
+        run.end("completed", output="Nothing but spiders.")
+
+        expect(card).to_contain_text("Nothing but spiders.")
+        expect(page.get_by_role("article")).to_have_count(1)
+        assert len(sidecar.hermes.runs) == 1
         page.context.close()
 
 
