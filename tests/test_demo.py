@@ -72,7 +72,7 @@ def recorded(name):
     return [
         e
         for e in map(json.loads, re.findall(r"^data: (.*)$", text, re.MULTILINE))
-        if e["event"] in RUN_UPDATES
+        if e["event"] in RUN_UPDATES and e["event"] != "message.delta"
     ]
 
 
