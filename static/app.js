@@ -100,7 +100,8 @@ async function open({ attempt, history, call }) {
   const renews = state.phase === "live"; // the session so far goes on meanwhile
   if (!renews) current?.session.close();
   const session = new Session(view.voice, (event) => {
-    if (event.type === "soundBlocked") return allowSound();
+    // A demo's voice is not played there.
+    if (event.type === "soundBlocked") return demo ? undefined : allowSound();
     if (event.type === "microphoneEnded") return dispatch({ type: "notice", level: "error", text: "The microphone was taken away. Hang up and start the call again." });
     if (event.type === "deviceGone") return dispatch({ type: "notice", level: "error", text: `The ${event.device} is not there any more. The default one is used now.` });
     dispatch({ ...event, attempt, wallMs: Date.now() });
@@ -275,9 +276,10 @@ function termsOf(config) {
 
 /** The voice model's place is taken by a part of this page. */
 async function beginDemo() {
-  const { Demo, SENTENCES } = await import("./demo.js");
+  const { Demo, SENTENCES, watchVoice } = await import("./demo.js");
   const made = (demo ??= new Demo(view.voice));
   view.showDemo(SENTENCES, (text) => made.hear(text));
+  void watchVoice(view.showVoice);
 }
 
 /** @param {boolean} [anew] only if they are shown already */

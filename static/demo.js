@@ -27,6 +27,7 @@ const LIFE_SECONDS = 7200;
 const TONE_HZ = 300;
 const TONE = 0.2; // of full scale; the meter calls 0.05 sound
 const SLOW_VOICE_MS = 5000; // over its time, then a voice has told of no end
+const VOICES_MS = 1000; // within which a browser has loaded the voices of the device
 
 const SMALL_TALK = [
   { words: /^(?:hello|hi|hey|good (?:morning|evening)|how are you)\b/i, reply: "Hello! Tell me what you need, and I hand it to Hermes." },
@@ -51,6 +52,19 @@ export function deltas(text) {
   return (text.match(/\S+/g) ?? []).map((word) => ` ${word}`);
 }
 
+/** A voice of this device that speaks the demo's language. Others send the text to a server. */
+function localVoice() {
+  return globalThis.speechSynthesis?.getVoices().find((voice) => voice.localService && voice.lang.startsWith("en"));
+}
+
+/** Report whether this device has a voice, and again when that changes. @param {(has: boolean) => void} report */
+export async function watchVoice(report) {
+  localVoice(); // the first call only has them loaded
+  await wait(VOICES_MS);
+  report(!!localVoice());
+  globalThis.speechSynthesis?.addEventListener("voiceschanged", () => report(!!localVoice()));
+}
+
 /** Speaks on this device, and tells when it is done. */
 class Speaker {
   #audio;
@@ -59,7 +73,6 @@ class Speaker {
   /** @param {HTMLAudioElement} audio */
   constructor(audio) {
     this.#audio = audio;
-    globalThis.speechSynthesis?.getVoices(); // the first call only has them loaded
     addEventListener("pagehide", () => this.stop());
   }
 
@@ -69,8 +82,7 @@ class Speaker {
     const least = text.length * MS_PER_CHAR;
     return new Promise((resolve) => {
       this.#finish = resolve;
-      // Others send the text to a server.
-      const voice = globalThis.speechSynthesis?.getVoices().find((v) => v.localService && v.lang.startsWith("en"));
+      const voice = localVoice();
       if (!voice || this.#audio.muted) return void setTimeout(resolve, least);
       const utterance = new SpeechSynthesisUtterance(text);
       utterance.voice = voice;
@@ -90,6 +102,7 @@ class Speaker {
 export class Demo {
   #speaker;
   /** @type {AudioContext | null} */ #context = null;
+  /** @type {MediaStream | null} */ #silence = null;
   /** @type {Line | null} */ #line = null;
 
   /** @param {HTMLAudioElement} audio what the page plays the call on */
@@ -100,8 +113,8 @@ export class Demo {
     audio.addEventListener("volumechange", () => audio.muted && this.#line?.hush());
   }
 
-  /** In place of a microphone: a track that carries silence. Call it after a tap. @returns {Promise<MediaStream>} */
-  microphone = async () => (this.#context ??= new AudioContext()).createMediaStreamDestination().stream;
+  /** In place of a microphone: a track of its own that carries silence. Call it after a tap. @returns {Promise<MediaStream>} */
+  microphone = async () => (this.#silence ??= silence((this.#context ??= new AudioContext()))).clone();
 
   /** Take a call. @param {string} offer @returns {Promise<string>} the answer */
   async answer(offer) {
@@ -114,6 +127,15 @@ export class Demo {
   hear(text) {
     this.#line?.hear(text);
   }
+}
+
+/** Silence that is sent, as a microphone's is: without a source nothing would be. @param {AudioContext} context */
+function silence(context) {
+  const out = context.createMediaStreamDestination();
+  const source = new ConstantSourceNode(context, { offset: 0 });
+  source.connect(out);
+  source.start();
+  return out.stream;
 }
 
 /** One session. */

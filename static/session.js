@@ -319,7 +319,7 @@ function reopen(state) {
 
 const USED_UP = "The time that hermes-voice allows for calls is used up, so the call was ended. Tasks go on, and you can type.";
 const NOBODY = "The call was ended because nobody spoke. Start it again whenever you like.";
-const LONG_RUN = "Hermes is still working. The call was ended to save money, and starts again by itself when there is something to hear.";
+const LONG_RUN = "Hermes is still working. The call was ended for the time being, and starts again by itself when there is something to hear.";
 
 /** @type {Rule} */
 function endInTime(state) {

@@ -21,7 +21,8 @@ export function statusOf(state) {
   if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
   if (settling(state).length) return "Thinking…";
   if (doing) return state.muted ? `${doing}. You are muted` : doing;
-  return state.muted ? "Muted: nobody hears you, the call still costs" : "Listening";
+  const muted = state.sessionId ? "Muted: nobody hears you, the call still costs" : "Muted: nobody hears you"; // a demo is free
+  return state.muted ? muted : "Listening";
 }
 
 /** @param {State} state */

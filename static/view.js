@@ -58,6 +58,7 @@ const choicesClose = find("choices-close", HTMLButtonElement);
 const compose = find("compose", HTMLFormElement);
 const message = find("message", HTMLTextAreaElement);
 const demo = find("demo", HTMLElement);
+const demoVoiceless = find("demo-voiceless", HTMLElement);
 const demoControls = find("demo-controls", HTMLFieldSetElement);
 const demoSentences = find("demo-sentences", HTMLElement);
 const demoSay = find("demo-say", HTMLFormElement);
@@ -151,6 +152,11 @@ export function showDemo(sentences, say) {
     demoWords.value = "";
   };
   demo.hidden = false;
+}
+
+/** Say where a demo can be heard, or only read. @param {boolean} has a voice on this device */
+export function showVoice(has) {
+  demoVoiceless.hidden = has;
 }
 
 /** @param {string} text @param {(text: string) => void} say */

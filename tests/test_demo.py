@@ -442,6 +442,50 @@ def test_a_demos_voice_falls_silent_when_told_to_and_when_spoken_to(visit):
     expect(visit.log).not_to_contain_text("yes or no")
 
 
+COUNTING = """
+const measure = RTCPeerConnection.prototype.getStats;
+let measured = 0;
+RTCPeerConnection.prototype.getStats = function () {
+  console.info(`measured ${++measured}`);
+  return measure.call(this);
+};
+"""
+
+
+def test_no_demo_call_shows_a_notice_that_is_not_true(visit):
+    """Its sound is measured as in any call, also muted, while it speaks and while Hermes works."""
+    visit.page.add_init_script(COUNTING)
+    visit.page.reload()
+    with visit.page.expect_console_message(lambda message: message.text == "measured 5"):
+        visit.start()
+    visit.say("What is the disk usage?")
+    visit.said("eighty-two percent full")
+    visit.button("Mute").click()
+    with visit.page.expect_console_message(lambda message: message.text == "measured 18", timeout=PATIENCE):
+        expect(visit.status).to_have_text("Muted: nobody hears you", timeout=PATIENCE)
+    visit.button("Unmute").click()
+    visit.say("Delete the old snapshots")
+    visit.say("Yes, go ahead")
+    visit.said("deleted eleven snapshots", "gigabytes")
+    visit.say("Look through the logs")
+    visit.say("Stop")
+    visit.said("Hermes has stopped the task")
+
+    assert visit.log.locator(".notice").all_text_contents() == []
+    expect(visit.page.get_by_text("This call:")).to_be_hidden()
+
+
+def test_where_the_device_has_no_voice_the_demo_says_so(visit):
+    expect(visit.demo).to_contain_text("You hear nothing: this device has no English voice.")
+
+    visit.page.add_init_script(VOICES)
+    visit.page.reload()
+    visit.start()
+
+    expect(visit.demo).to_contain_text("Demo: no keys, no services.")
+    expect(visit.demo.get_by_text("You hear nothing")).to_be_hidden()
+
+
 # A browser with voices, in whose place something notes what is said.
 VOICES = """
 const voice = (name, localService, lang) => ({ name, localService, lang });
@@ -456,6 +500,7 @@ Object.defineProperty(window, "speechSynthesis", { value: {
     if (!utterance.text.startsWith("The disk")) utterance.dispatchEvent(new Event("end"));
   },
   cancel: () => spoken.push("cancel"),
+  addEventListener: () => {},
 } });
 """
 
