@@ -465,9 +465,11 @@ def test_no_demo_call_shows_a_notice_that_is_not_true(visit):
         expect(visit.status).to_have_text("Muted: nobody hears you", timeout=PATIENCE)
     visit.button("Unmute").click()
     visit.say("Delete the old snapshots")
+    visit.said("Do you allow it, yes or no")
     visit.say("Yes, go ahead")
     visit.said("deleted eleven snapshots", "gigabytes")
-    visit.say("Look through the logs")
+    visit.say("Compare the backup plans")
+    expect(visit.button("Stop task")).to_be_enabled(timeout=PATIENCE)
     visit.say("Stop")
     visit.said("Hermes has stopped the task")
 
