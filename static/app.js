@@ -102,7 +102,6 @@ async function open({ attempt, history, call }) {
   const session = new Session(view.voice, (event) => {
     // A demo's voice is not played there.
     if (event.type === "soundBlocked") return demo ? undefined : allowSound();
-    if (event.type === "microphoneEnded") return dispatch({ type: "notice", level: "error", text: "The microphone was taken away. Hang up and start the call again." });
     if (event.type === "deviceGone") return dispatch({ type: "notice", level: "error", text: `The ${event.device} is not there any more. The default one is used now.` });
     dispatch({ ...event, attempt, wallMs: Date.now() });
   });
@@ -397,6 +396,7 @@ addEventListener("pagehide", () => dispatch({ type: "left" }));
 addEventListener("pageshow", ({ persisted }) => persisted && dispatch({ type: "returned" }));
 onDeviceChange(() => {
   void current?.session.checkSpeaker();
+  for (const each of [current, next]) void each?.session.checkMicrophone();
   void showSettings(true);
 });
 addEventListener("hashchange", () => location.hash && void arrive());

@@ -1,6 +1,8 @@
 // The session's life: dialled, live, asleep, renewed, and ended by whoever ends it. Pure.
 //
-//   connecting  25 s at most, then given up
+//   microphone  asked for, as long as the user takes -> open <-> gone, until another one is chosen or
+//               plugged in; each session has its own
+//   connecting  25 s at most from the open microphone, then given up
 //   live        ends when the cap is reached, when nobody speaks, by plan in a long run
 //   broken      8 s to come back, then lost
 //   asleep      until somebody speaks; what is not mute or close is held
@@ -22,7 +24,7 @@ import { closeMessage, muteMessage } from "./wire.js";
 
 /** @import { Effect, EventRule, Renewal, Rule, State, Step } from "./state.js" */
 
-const START_MS = 25000; // from dialling until the session must have started
+const START_MS = 25000; // from the open microphone until the session must have started
 const CLOSE_MS = 5000; // from session.close until we stop waiting for session.closed
 const GRACE_MS = 8000; // a broken connection may come back by itself
 const METER_MS = 30000; // the sidecar hangs up a session it has not heard of for 3 min
@@ -42,6 +44,7 @@ function openCall(state) {
     phase: "connecting",
     attempt: state.openings + 1,
     sessionId: null,
+    microphone: "asked",
     dialledAt: state.now,
     reopens: false,
     left: false,
@@ -107,13 +110,19 @@ export function started(state, event) {
 
 /** Open the next session while this one is up. @type {Rule} */
 function renew(state) {
-  return open({ ...state, renewal: { attempt: state.openings + 1, sessionId: null, at: state.now } });
+  return open({ ...state, renewal: { attempt: state.openings + 1, sessionId: null, at: state.now, microphone: "asked" } });
 }
 
 /** The server has opened it, and is hanging up the one so far. @type {EventRule} */
 export function renewalOpened(state, event) {
-  const renewal = { attempt: event.attempt, sessionId: event.sessionId, at: state.now };
+  const renewal = { .../** @type {Renewal} */ (state.renewal), attempt: event.attempt, sessionId: event.sessionId, at: state.now };
   return chain({ ...state, renewal }, (s) => allowed(s, event), doing({ do: "mute", on: state.muted }));
+}
+
+/** The next session's microphone was opened, or is gone. @type {EventRule} */
+export function renewalMicrophone(state, event) {
+  const renewal = /** @type {Renewal} */ (state.renewal);
+  return [{ ...state, renewal: { ...renewal, microphone: event.type === "microphoneOpened" ? "open" : "gone" } }, []];
 }
 
 /** @type {EventRule} */
@@ -131,7 +140,7 @@ export function renewalFailed(state, event) {
 }
 
 /** The next session takes the place of the present one, within the same call. @param {State} state @param {Renewal} renewal @returns {Step} */
-function takeOver(state, { attempt, sessionId, at }) {
+function takeOver(state, { attempt, sessionId, at, microphone }) {
   const rest = over(state);
   const next = /** @type {State} */ ({
     ...rest,
@@ -139,6 +148,7 @@ function takeOver(state, { attempt, sessionId, at }) {
     opening: "renewed",
     attempt,
     sessionId,
+    microphone,
     dialledAt: at,
     seconds: null,
     runs: rest.runs.map((run) => (run.attempt === state.attempt ? { ...run, attempt } : run)),
@@ -149,6 +159,22 @@ function takeOver(state, { attempt, sessionId, at }) {
 }
 
 // ---- while it is up
+
+const GONE = "Nobody hears you: the microphone is gone. Plug one in, or choose one in the settings.";
+
+/** The user has allowed it, or another one took its place. @type {Rule} */
+export function microphoneOpened(state) {
+  const isBack = state.microphone === "gone";
+  const opened = { ...state, microphone: /** @type {const} */ ("open") };
+  if (isBack) return [notify(opened, "info", "The microphone is back."), []];
+  return [state.phase === "connecting" ? { ...opened, dialledAt: state.now } : opened, []];
+}
+
+/** It was unplugged or taken away, and no other one opened. @type {Rule} */
+export function microphoneEnded(state) {
+  if (state.microphone === "gone") return [state, []];
+  return [notify({ ...state, microphone: "gone" }, "error", GONE), []];
+}
 
 /** The peer connection broke, or healed. @type {EventRule} */
 export function link(state, event) {
@@ -300,7 +326,7 @@ function emptied(queue) {
 /** @type {Rule} */
 export function watchSession(state) {
   const { phase, now } = state;
-  if (phase === "connecting" && now - state.dialledAt > START_MS) {
+  if (phase === "connecting" && state.microphone !== "asked" && now - state.dialledAt > START_MS) {
     return ended(notify(state, "error", "The call did not start in time. Check your network and try again.", true), true);
   }
   if (phase === "closing" && now - state.closingAt > CLOSE_MS) return ended(state, true);
@@ -331,7 +357,9 @@ function endInTime(state) {
 function watchRenewal(state) {
   if (!state.renewal) return watch.mustRenew(state) ? renew(state) : [state, []];
   if (state.now - state.renewal.at <= START_MS) return [state, []];
-  return renewalFailed(state, { type: "failed", message: "The next session did not start in time." });
+  // Here time does run out: what is to be said waits meanwhile.
+  const message = state.renewal.microphone === "asked" ? "The browser did not give the microphone in time." : "The next session did not start in time.";
+  return renewalFailed(state, { type: "failed", message });
 }
 
 /** @type {Rule} */

@@ -257,6 +257,7 @@ export function render(state) {
   show(meterTheirs, cost.theirs);
   light.dataset.phase = state.phase;
   light.dataset.muted = String(state.phase === "live" && state.muted);
+  light.dataset.gone = String(state.phase === "live" && state.microphone === "gone");
   light.dataset.asking = String(asking.length > 0);
   start.hidden = state.phase !== "idle" || !entry.hidden;
   hangUp.hidden = state.phase === "idle";
