@@ -107,8 +107,8 @@ async function open({ attempt, history, call }) {
   const renews = state.phase === "live"; // the session so far goes on meanwhile
   if (!renews) current?.session.close();
   const session = new Session(view.voice, (event) => {
-    if (event.type === "soundBlocked") return allowSound();
-    if (event.type === "microphoneEnded") return dispatch({ type: "notice", level: "error", text: "The microphone was taken away. Hang up and start the call again." });
+    // A demo's voice is not played there.
+    if (event.type === "soundBlocked") return demo ? undefined : allowSound();
     if (event.type === "deviceGone") return dispatch({ type: "notice", level: "error", text: `The ${event.device} is not there any more. The default one is used now.` });
     dispatch({ ...event, attempt, wallMs: Date.now() });
   });
@@ -319,12 +319,10 @@ function termsOf(config) {
 
 /** The voice model's place is taken by a part of this page. */
 async function beginDemo() {
-  const { Demo, localVoice, SENTENCES } = await import("./demo.js");
+  const { Demo, SENTENCES, watchVoice } = await import("./demo.js");
   const made = (demo ??= new Demo(view.voice));
   view.showDemo(SENTENCES, (text) => made.hear(text));
-  const showVoice = () => view.showDemoVoice(!!localVoice());
-  globalThis.speechSynthesis?.addEventListener("voiceschanged", showVoice);
-  showVoice();
+  void watchVoice(view.showVoice);
 }
 
 /** @param {boolean} [anew] only if they are shown already */
@@ -446,6 +444,7 @@ addEventListener("pagehide", () => dispatch({ type: "left" }));
 addEventListener("pageshow", ({ persisted }) => persisted && dispatch({ type: "returned" }));
 onDeviceChange(() => {
   void current?.session.checkSpeaker();
+  for (const each of [current, next]) void each?.session.checkMicrophone();
   void showSettings(true);
 });
 addEventListener("hashchange", () => location.hash && void arrive());

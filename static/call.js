@@ -6,8 +6,8 @@
 //
 //   phase       means                                  left by
 //   idle        no session                             dial, a planned call -> connecting
-//   connecting  microphone, offer, answer under way    started -> live; hangUp, 25 s, and whatever
-//                                                      fails -> idle
+//   connecting  microphone, offer, answer under way    started -> live; hangUp, 25 s from the open
+//                                                      microphone, and whatever fails -> idle
 //   live        session.started came                   hangUp, left, and in time -> closing; lost,
 //                                                      closed, an error that ends it, 8 s without
 //                                                      a line -> idle
@@ -90,10 +90,12 @@ const TABLE = {
   connecting: {
     ...ALWAYS, opened: session.opened, started: session.started, failed: session.failed, lost: session.lost, closed: session.lost,
     trouble: session.troubled, hangUp: session.abandon,
+    microphoneOpened: session.microphoneOpened, microphoneEnded: session.microphoneEnded,
   },
   live: {
     ...ALWAYS, hangUp: ending(session.close, words.handOverAll), closed: ending(session.closed), lost: ending(session.lost),
     link: session.link, paused: session.paused, resumed: session.resumed, allowed: session.allowed, usage: session.usage, media: session.media,
+    microphoneOpened: session.microphoneOpened, microphoneEnded: session.microphoneEnded,
     heard: words.heard, delegated: words.delegated,
     placed: voice.placed, sound: voice.sound, trouble: ending(session.troubled),
     stopSpeaking: voice.stopSpeaking, goOn: voice.goOn, sayAgain: voice.sayAgain,
@@ -103,6 +105,7 @@ const TABLE = {
 
 /** Of the session that is to replace the present one. @type {Record<string, EventRule>} */
 const RENEWAL = {
+  microphoneOpened: session.renewalMicrophone, microphoneEnded: session.renewalMicrophone,
   opened: session.renewalOpened, started: ending(session.renewalStarted),
   failed: session.renewalFailed, lost: session.renewalFailed, closed: session.renewalFailed,
   trouble: session.renewalTroubled,
@@ -110,7 +113,7 @@ const RENEWAL = {
 
 const OF_SESSION = new Set([
   "opened", "started", "failed", "lost", "closed", "link", "paused", "resumed", "allowed", "usage", "media",
-  "heard", "delegated", "placed", "sound", "trouble",
+  "heard", "delegated", "placed", "sound", "trouble", "microphoneOpened", "microphoneEnded",
 ]);
 
 /** What time brings, in this order. */

@@ -28,6 +28,7 @@ const LIFE_SECONDS = 7200;
 const TONE_HZ = 300;
 const TONE = 0.2; // of full scale; the meter calls 0.05 sound
 const SLOW_VOICE_MS = 5000; // over its time, then a voice has told of no end
+const VOICES_MS = 1000; // within which a browser has loaded the voices of the device
 
 const SMALL_TALK = [
   { words: /^(?:hello|hi|hey|good (?:morning|evening)|how are you)\b/i, reply: "Hello! Tell me what you need, and I hand it to Hermes." },
@@ -52,9 +53,17 @@ export function deltas(text) {
   return (text.match(/\S+/g) ?? []).map((word) => ` ${word}`);
 }
 
-/** A voice of this device that speaks English. Others send the text to a server. */
-export function localVoice() {
+/** A voice of this device that speaks the demo's language. Others send the text to a server. */
+function localVoice() {
   return globalThis.speechSynthesis?.getVoices().find((voice) => voice.localService && voice.lang.startsWith("en"));
+}
+
+/** Report whether this device has a voice, and again when that changes. @param {(has: boolean) => void} report */
+export async function watchVoice(report) {
+  localVoice(); // the first call only has them loaded
+  await wait(VOICES_MS);
+  report(!!localVoice());
+  globalThis.speechSynthesis?.addEventListener("voiceschanged", () => report(!!localVoice()));
 }
 
 /** Speaks on this device, and tells when it is done. */
@@ -65,7 +74,6 @@ class Speaker {
   /** @param {HTMLAudioElement} audio */
   constructor(audio) {
     this.#audio = audio;
-    globalThis.speechSynthesis?.getVoices(); // the first call only has them loaded
     addEventListener("pagehide", () => this.stop());
   }
 
@@ -95,7 +103,7 @@ class Speaker {
 export class Demo {
   #speaker;
   /** @type {AudioContext | null} */ #context = null;
-  /** @type {MediaStreamAudioDestinationNode | null} */ #silence = null;
+  /** @type {MediaStream | null} */ #silence = null;
   /** @type {Line | null} */ #line = null;
 
   /** @param {HTMLAudioElement} audio what the page plays the call on */
@@ -106,8 +114,8 @@ export class Demo {
     audio.addEventListener("volumechange", () => audio.muted && this.#line?.hush());
   }
 
-  /** In place of a microphone: a track that carries silence. Call it after a tap. @returns {Promise<MediaStream>} */
-  microphone = async () => (this.#silence ??= silenceOf((this.#context ??= new AudioContext()))).stream.clone();
+  /** In place of a microphone: a track of its own that carries silence. Call it after a tap. @returns {Promise<MediaStream>} */
+  microphone = async () => (this.#silence ??= silence((this.#context ??= new AudioContext()))).clone();
 
   /** Take a call. @param {string} offer @returns {Promise<string>} the answer */
   async answer(offer) {
@@ -122,13 +130,13 @@ export class Demo {
   }
 }
 
-/** Silence. Without a source no audio would leave at all, and a node that nobody holds is collected. @param {AudioContext} context */
-function silenceOf(context) {
+/** Silence that is sent, as a microphone's is: without a source nothing would be. @param {AudioContext} context */
+function silence(context) {
   const out = context.createMediaStreamDestination();
   const source = new ConstantSourceNode(context, { offset: 0 });
   source.connect(out);
   source.start();
-  return out;
+  return out.stream;
 }
 
 /** One session. */

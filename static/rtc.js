@@ -64,6 +64,7 @@ export class Session {
   /** @type {MediaStream | null} */ #heard = null; // what the audio element plays of this session
   #closed = false;
   #swaps = 0;
+  #isGone = false; // the microphone, and no other one opened
   #wanted = ""; // the microphone that was chosen last
   #speaker = "";
   #playing = false;
@@ -98,6 +99,7 @@ export class Session {
     [this.#wanted, this.#speaker] = [chosen.microphone, chosen.speaker];
     this.#microphone = await microphone();
     if (this.#closed) return this.#release();
+    this.#emit({ type: "microphoneOpened" });
     const peer = (this.#peer = new RTCPeerConnection());
     for (const track of this.#microphone.getAudioTracks()) {
       track.enabled = !muted;
@@ -154,6 +156,13 @@ export class Session {
     } finally {
       for (const old of before) old.stop();
     }
+    if (this.#isGone && !this.#closed) this.#emit({ type: "microphoneOpened" });
+    this.#isGone = false;
+  }
+
+  /** A device has come or gone: it may be a microphone where there was none. */
+  async checkMicrophone() {
+    if (this.#isGone) await this.useMicrophone(this.#wanted).catch(() => {}); // there is still none
   }
 
   /** @param {string} id empty for the default one */
@@ -184,7 +193,8 @@ export class Session {
       await this.useMicrophone("");
       if (!this.#closed) this.#emit({ type: "deviceGone", device: "microphone" });
     } catch {
-      this.#emit({ type: "microphoneEnded" });
+      this.#isGone = true;
+      if (!this.#closed) this.#emit({ type: "microphoneEnded" });
     }
   }
 

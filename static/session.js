@@ -1,6 +1,8 @@
 // The session's life: dialled, live, asleep, renewed, and ended by whoever ends it. Pure.
 //
-//   connecting  25 s at most, then given up
+//   microphone  asked for, as long as the user takes -> open <-> gone, until another one is chosen or
+//               plugged in; each session has its own
+//   connecting  25 s at most from the open microphone, then given up
 //   live        ends when the cap is reached, when nobody speaks, by plan in a long run
 //   broken      8 s to come back, then lost
 //   asleep      until somebody speaks; what is not mute or close is held
@@ -25,7 +27,7 @@ import { closeMessage, muteMessage } from "./wire.js";
 
 /** @import { Effect, EventRule, Renewal, Rule, State, Step } from "./state.js" */
 
-const START_MS = 25000; // from dialling until the session must have started
+const START_MS = 25000; // from the open microphone until the session must have started
 const CLOSE_MS = 5000; // from session.close until we stop waiting for session.closed
 const GRACE_MS = 8000; // a broken connection may come back by itself
 const METER_MS = 30000; // the sidecar hangs up a session it has not heard of for 3 min
@@ -46,6 +48,7 @@ function openCall(state) {
     phase: "connecting",
     attempt: state.openings + 1,
     sessionId: null,
+    microphone: "asked",
     dialledAt: state.now,
     reopens: false,
     left: false,
@@ -111,13 +114,19 @@ export function started(state, event) {
 
 /** Open the next session while this one is up. @type {Rule} */
 function renew(state) {
-  return open({ ...state, renewal: { attempt: state.openings + 1, sessionId: null, at: state.now } });
+  return open({ ...state, renewal: { attempt: state.openings + 1, sessionId: null, at: state.now, microphone: "asked" } });
 }
 
 /** The server has opened it, and is hanging up the one so far. @type {EventRule} */
 export function renewalOpened(state, event) {
-  const renewal = { attempt: event.attempt, sessionId: event.sessionId, at: state.now };
+  const renewal = { .../** @type {Renewal} */ (state.renewal), attempt: event.attempt, sessionId: event.sessionId, at: state.now };
   return chain({ ...state, renewal }, (s) => allowed(s, event), doing({ do: "mute", on: state.muted }));
+}
+
+/** The next session's microphone was opened, or is gone. @type {EventRule} */
+export function renewalMicrophone(state, event) {
+  const renewal = /** @type {Renewal} */ (state.renewal);
+  return [{ ...state, renewal: { ...renewal, microphone: event.type === "microphoneOpened" ? "open" : "gone" } }, []];
 }
 
 /** @type {EventRule} */
@@ -141,7 +150,7 @@ export function renewalTroubled(state, event) {
 }
 
 /** The next session takes the place of the present one, within the same call. @param {State} state @param {Renewal} renewal @param {string} [reason] @returns {Step} */
-function takeOver(state, { attempt, sessionId, at }, reason) {
+function takeOver(state, { attempt, sessionId, at, microphone }, reason) {
   const rest = over(state);
   const next = /** @type {State} */ ({
     ...rest,
@@ -149,6 +158,7 @@ function takeOver(state, { attempt, sessionId, at }, reason) {
     opening: "renewed",
     attempt,
     sessionId,
+    microphone,
     dialledAt: at,
     seconds: null,
     runs: rest.runs.map((run) => (run.attempt === state.attempt ? { ...run, attempt } : run)),
@@ -160,6 +170,22 @@ function takeOver(state, { attempt, sessionId, at }, reason) {
 }
 
 // ---- while it is up
+
+const GONE = "Nobody hears you: the microphone is gone. Plug one in, or choose one in the settings.";
+
+/** The user has allowed it, or another one took its place. @type {Rule} */
+export function microphoneOpened(state) {
+  const isBack = state.microphone === "gone";
+  const opened = { ...state, microphone: /** @type {const} */ ("open") };
+  if (isBack) return [notify(opened, "info", "The microphone is back."), []];
+  return [state.phase === "connecting" ? { ...opened, dialledAt: state.now } : opened, []];
+}
+
+/** It was unplugged or taken away, and no other one opened. @type {Rule} */
+export function microphoneEnded(state) {
+  if (state.microphone === "gone") return [state, []];
+  return [notify({ ...state, microphone: "gone" }, "error", GONE), []];
+}
 
 /** The peer connection broke, or healed. @type {EventRule} */
 export function link(state, event) {
@@ -334,7 +360,7 @@ function emptied(queue) {
 /** @type {Rule} */
 export function watchSession(state) {
   const { phase, now } = state;
-  if (phase === "connecting" && now - state.dialledAt > START_MS) {
+  if (phase === "connecting" && state.microphone !== "asked" && now - state.dialledAt > START_MS) {
     return ended(notify(state, "error", "The call did not start in time. Check your network and try again.", true), true);
   }
   if (phase === "closing" && now - state.closingAt > CLOSE_MS) return ended(state, true);
@@ -353,7 +379,7 @@ function reopen(state) {
 
 const USED_UP = "The time that hermes-voice allows for calls is used up, so the call was ended. Tasks go on, and you can type.";
 const NOBODY = "The call was ended because nobody spoke. Start it again whenever you like.";
-const LONG_RUN = "Hermes is still working. The call was ended to save money, and starts again by itself when there is something to hear.";
+const LONG_RUN = "Hermes is still working. The call was ended for the time being, and starts again by itself when there is something to hear.";
 
 /** @type {Rule} */
 function endInTime(state) {
@@ -365,7 +391,9 @@ function endInTime(state) {
 function watchRenewal(state) {
   if (!state.renewal) return watch.mustRenew(state) ? renew(state) : [state, []];
   if (state.now - state.renewal.at <= START_MS) return [state, []];
-  return renewalFailed(state, { type: "failed", message: "The next session did not start in time." });
+  // Here time does run out: what is to be said waits meanwhile.
+  const message = state.renewal.microphone === "asked" ? "The browser did not give the microphone in time." : "The next session did not start in time.";
+  return renewalFailed(state, { type: "failed", message });
 }
 
 /** @type {Rule} */

@@ -43,7 +43,7 @@ import { thinking } from "./wire.js";
  * @typedef {{id: string, attempt: number, at: number, placeMs: number | null, state: "settling" | "captured" | "sent" | "answered",
  *   run: string | null}} Delegation
  * @typedef {{key: number, level: "info" | "error", text: string, at: number, offersCall: boolean}} Notice
- * @typedef {{attempt: number, sessionId: string | null, at: number}} Renewal   the next session
+ * @typedef {{attempt: number, sessionId: string | null, at: number, microphone: "asked" | "open" | "gone"}} Renewal   the next session
  */
 
 const HELD_KEPT = 50; // notes for a line that is asleep
@@ -58,7 +58,8 @@ export const START = {
   opening: /** @type {"dialled" | "renewed" | "reopened"} */ ("dialled"), // why the newest was made
   call: "", // the id of the call's first session, by which the server knows the call
   sessionId: /** @type {string | null} */ (null),
-  dialledAt: 0,
+  microphone: /** @type {"asked" | "open" | "gone"} */ ("asked"), // the session's
+  dialledAt: 0, // or when its microphone was opened
   liveAt: 0,
   closingAt: 0,
   expiresAt: 0, // when the service ends the session
@@ -262,7 +263,7 @@ export function openQuestion(state) {
 
 /** Whether the voice may ask for a spoken answer. @param {State} state */
 export function mayAnswer(state) {
-  return state.voiceApprovals && !state.muted;
+  return state.voiceApprovals && !state.muted && state.microphone !== "gone";
 }
 
 /** The same, if words may answer it. @param {State} state */

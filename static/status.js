@@ -5,6 +5,7 @@ import { openQuestion, settling } from "./state.js";
 
 /** @import { Run, State } from "./state.js" */
 
+const ASKING_MS = 1000; // a microphone that is allowed already opens sooner
 const OPENING_WORDS = { dialled: "Connecting…", renewed: "Renewing the call…", reopened: "Starting the call again…" };
 
 /** @param {State} state @returns {string} */
@@ -12,17 +13,27 @@ export function statusOf(state) {
   const working = state.runs.findLast((run) => !run.result);
   const seconds = working ? Math.max(0, Math.round((state.now - working.since) / 1000)) : 0;
   const doing = working && workingWords(working, seconds);
-  if (state.phase === "connecting") return OPENING_WORDS[state.opening];
+  const isGone = state.phase === "live" && state.microphone === "gone";
+  const unheard = isGone ? "Nobody hears you: the microphone is gone" : state.muted ? "You are muted" : "";
+  const and = unheard && `. ${unheard}`;
+  if (state.phase === "connecting") return connectingWords(state);
   if (state.phase === "closing") return "Hanging up…";
   if (state.phase === "live" && state.shakyAt !== null) return "The connection is shaky. Waiting for it to come back…";
-  if (state.asleepAt !== null) return pausedWords(state);
-  if (openQuestion(state)) return `Hermes is waiting for your approval${state.muted && state.phase === "live" ? ". You are muted" : ""}`;
+  if (state.asleepAt !== null && !isGone) return pausedWords(state);
+  if (openQuestion(state)) return `Hermes is waiting for your approval${state.phase === "live" ? and : ""}`;
   if (state.phase === "idle") return doing || "Off";
-  if (state.speech.sounding && !state.silenced) return state.muted ? "Speaking. You are muted" : "Speaking";
+  if (state.speech.sounding && !state.silenced) return `Speaking${and}`;
   if (settling(state).length) return "Thinking…";
-  if (doing) return state.muted ? `${doing}. You are muted` : doing;
-  if (!state.muted) return "Listening";
-  return state.sessionId ? "Muted: nobody hears you, the call still costs" : "Muted: nobody hears you";
+  if (doing) return `${doing}${and}`;
+  if (isGone) return unheard;
+  const muted = state.sessionId ? "Muted: nobody hears you, the call still costs" : "Muted: nobody hears you"; // a demo is free
+  return state.muted ? muted : "Listening";
+}
+
+/** @param {State} state */
+function connectingWords({ opening, microphone, dialledAt, now }) {
+  if (microphone === "asked" && now - dialledAt > ASKING_MS) return "Waiting for the microphone. Allow it if the browser asks…";
+  return OPENING_WORDS[opening];
 }
 
 /** @param {State} state */

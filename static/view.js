@@ -58,7 +58,7 @@ const choicesClose = find("choices-close", HTMLButtonElement);
 const compose = find("compose", HTMLFormElement);
 const message = find("message", HTMLTextAreaElement);
 const demo = find("demo", HTMLElement);
-const demoSilent = find("demo-silent", HTMLElement);
+const demoVoiceless = find("demo-voiceless", HTMLElement);
 const demoControls = find("demo-controls", HTMLFieldSetElement);
 const demoSentences = find("demo-sentences", HTMLElement);
 const demoSay = find("demo-say", HTMLFormElement);
@@ -154,9 +154,9 @@ export function showDemo(sentences, say) {
   demo.hidden = false;
 }
 
-/** Whether the device can speak: its voices are known only after a while. @param {boolean} speaks */
-export function showDemoVoice(speaks) {
-  demoSilent.hidden = speaks;
+/** Say where a demo can be heard, or only read. @param {boolean} has a voice on this device */
+export function showVoice(has) {
+  demoVoiceless.hidden = has;
 }
 
 /** @param {string} text @param {(text: string) => void} say */
@@ -257,6 +257,7 @@ export function render(state) {
   show(meterTheirs, cost.theirs);
   light.dataset.phase = state.phase;
   light.dataset.muted = String(state.phase === "live" && state.muted);
+  light.dataset.gone = String(state.phase === "live" && state.microphone === "gone");
   light.dataset.asking = String(asking.length > 0);
   start.hidden = state.phase !== "idle" || !entry.hidden;
   hangUp.hidden = state.phase === "idle";

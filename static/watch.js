@@ -3,7 +3,8 @@
 //   renewal    far -> sought (from 5 min before the end, in a quiet moment) -> due (1 min)
 //   idle       nobody spoke, nothing ran -> over; a question or an answer on its way is no idleness
 //   long run   Hermes works, the user has not spoken for long -> the line is given up for a while
-//   media      flowing -> stuck (no audio leaves) or deaf (the voice has words but no sound)
+//   media      flowing -> stuck (no audio leaves, and not for want of a microphone) or deaf (the
+//              voice has words but no sound)
 //   voice      unasked -> asked -> heard, or never heard
 //
 // What must stay true:
@@ -122,7 +123,8 @@ export function troubleOf(state) {
   const { flow, speech } = state;
   const heard = speech.soundAt > state.liveAt || voicedOf(state) > 0;
   const asked = flow.askedAt === null && speech.current ? { ...flow, askedAt: state.now } : flow;
-  if (state.shakyAt !== null || state.asleepAt !== null || state.renewal) return [{ ...asked, stuck: 0, deaf: 0 }, ""];
+  const isExcused = state.shakyAt !== null || state.asleepAt !== null || state.microphone === "gone" || state.renewal;
+  if (isExcused) return [{ ...asked, stuck: 0, deaf: 0 }, ""];
   const silent = !heard && asked.askedAt !== null && state.now - asked.askedAt > VOICE_MS;
   const found = flow.stuck >= MEASUREMENTS ? "stuck" : flow.deaf >= MEASUREMENTS ? "deaf" : silent ? "silent" : "";
   if (!found || asked.told.includes(found)) return [asked, ""];

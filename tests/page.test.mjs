@@ -37,7 +37,7 @@ import * as wire from "../static/wire.js";
 import { settlesAt } from "../static/words.js";
 
 const TICK_MS = 200;
-const OF_SESSION = ["paused", "resumed", "allowed", "media", "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound"];
+const OF_SESSION = ["microphoneOpened", "microphoneEnded", "paused", "resumed", "allowed", "media", "opened", "started", "failed", "lost", "closed", "heard", "delegated", "placed", "trouble", "usage", "link", "sound"];
 
 const bytes = (text) => new TextEncoder().encode(text).length;
 
@@ -204,6 +204,8 @@ test("every event and every update that means something occurs in a trace", () =
 // One of each event, and what the sidecar sends.
 const EVENTS = [
   { type: "dial" },
+  { type: "microphoneOpened" },
+  { type: "microphoneEnded" },
   { type: "opened", sessionId: "s9" },
   { type: "started", expiresAt: null },
   { type: "failed", message: "No microphone was found." },

@@ -382,20 +382,6 @@ class Visit:
         expect(self.status).to_have_text("Listening", timeout=PATIENCE)
 
 
-def test_a_demos_call_shows_no_trouble_that_is_none(visit):
-    """The answer takes longer than it takes to tell of a call without sound."""
-    visit.start()
-    visit.say("What is the disk usage?")
-    visit.said("eighty-two percent full")
-
-    assert visit.log.locator(".notice").all_inner_texts() == []
-    expect(visit.status).to_have_text("Listening")
-    # This browser has no voice of its own.
-    expect(visit.demo).to_contain_text("This device has no voice of its own")
-    visit.button("Mute").click()
-    expect(visit.status).to_have_text("Muted: nobody hears you")
-
-
 def test_a_demo_from_ask_to_hang_up(visit):
     expect(visit.demo).to_contain_text("Demo: no keys, no services.")
     expect(visit.demo.get_by_role("button", name="Stop", exact=True)).to_be_disabled()
@@ -456,6 +442,52 @@ def test_a_demos_voice_falls_silent_when_told_to_and_when_spoken_to(visit):
     expect(visit.log).not_to_contain_text("yes or no")
 
 
+COUNTING = """
+const measure = RTCPeerConnection.prototype.getStats;
+let measured = 0;
+RTCPeerConnection.prototype.getStats = function () {
+  console.info(`measured ${++measured}`);
+  return measure.call(this);
+};
+"""
+
+
+def test_no_demo_call_shows_a_notice_that_is_not_true(visit):
+    """Its sound is measured as in any call, also muted, while it speaks and while Hermes works."""
+    visit.page.add_init_script(COUNTING)
+    visit.page.reload()
+    with visit.page.expect_console_message(lambda message: message.text == "measured 5"):
+        visit.start()
+    visit.say("What is the disk usage?")
+    visit.said("eighty-two percent full")
+    visit.button("Mute").click()
+    with visit.page.expect_console_message(lambda message: message.text == "measured 18", timeout=PATIENCE):
+        expect(visit.status).to_have_text("Muted: nobody hears you", timeout=PATIENCE)
+    visit.button("Unmute").click()
+    visit.say("Delete the old snapshots")
+    visit.said("Do you allow it, yes or no")
+    visit.say("Yes, go ahead")
+    visit.said("deleted eleven snapshots", "gigabytes")
+    visit.say("Compare the backup plans")
+    expect(visit.button("Stop task")).to_be_enabled(timeout=PATIENCE)
+    visit.say("Stop")
+    visit.said("Hermes has stopped the task")
+
+    assert visit.log.locator(".notice").all_text_contents() == []
+    expect(visit.page.get_by_text("This call:")).to_be_hidden()
+
+
+def test_where_the_device_has_no_voice_the_demo_says_so(visit):
+    expect(visit.demo).to_contain_text("You hear nothing: this device has no English voice.")
+
+    visit.page.add_init_script(VOICES)
+    visit.page.reload()
+    visit.start()
+
+    expect(visit.demo).to_contain_text("Demo: no keys, no services.")
+    expect(visit.demo.get_by_text("You hear nothing")).to_be_hidden()
+
+
 # A browser with voices, in whose place something notes what is said.
 VOICES = """
 const voice = (name, localService, lang) => ({ name, localService, lang });
@@ -470,6 +502,7 @@ Object.defineProperty(window, "speechSynthesis", { value: {
     if (!utterance.text.startsWith("The disk")) utterance.dispatchEvent(new Event("end"));
   },
   cancel: () => spoken.push("cancel"),
+  addEventListener: () => {},
 } });
 """
 

@@ -190,12 +190,32 @@ HELD = """() => {
 }"""
 
 
+WAITING = "Waiting for the microphone. Allow it if the browser asks…"
+
+
+def test_a_microphone_that_is_allowed_after_the_hang_up_is_let_go_at_once(browser):
+    with house(browser) as line:
+        line.page.evaluate(TRACKS)
+        line.page.evaluate(HELD)
+        line.button("Start call").click()
+        expect(line.status).to_have_text(WAITING)
+
+        line.button("Hang up").click()
+        expect(line.status).to_have_text("Off")
+        line.page.evaluate("allow()")
+
+        line.live.wait_for(lambda: [state for state, _ in tracks(line)] == ["ended"])
+        assert line.live.creates == 0
+        line.start()
+        assert [state for state, _ in tracks(line)] == ["ended", "live"]
+
+
 def test_a_microphone_chosen_while_the_first_one_is_being_opened_is_used(browser):
     with house(browser) as line:
         line.page.evaluate(TRACKS)
         line.page.evaluate(HELD)
         line.button("Start call").click()
-        expect(line.status).to_have_text("Connecting…")
+        expect(line.status).to_have_text(WAITING)
         line.settings()
         line.field("Microphone").select_option(label="Fake Audio Input 2")
 
@@ -261,16 +281,59 @@ def test_a_microphone_that_is_unplugged_in_a_call_is_replaced(browser):
         line.live.wait_for(lambda: not session.microphone_silent)
 
 
-def test_a_microphone_that_nothing_replaces_is_named(browser):
+UNPLUG = """() => {
+    window.open = navigator.mediaDevices.getUserMedia;
+    navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('', 'NotFoundError'));
+    for (const track of tracks) {
+      track.stop();
+      track.dispatchEvent(new Event('ended'));
+    }
+}"""
+PLUG_IN = "void (navigator.mediaDevices.getUserMedia = open)"
+TELL_MEASURED = """() => {
+    const measure = RTCPeerConnection.prototype.getStats;
+    RTCPeerConnection.prototype.getStats = function () {
+      console.info("measured");
+      return measure.call(this);
+    };
+}"""
+NOBODY = "Nobody hears you: the microphone is gone"
+
+
+def plug_in(line):
+    line.page.evaluate(PLUG_IN)
+    line.page.evaluate("void navigator.mediaDevices.dispatchEvent(new Event('devicechange'))")
+
+
+def choose_another(line):
+    line.page.evaluate(PLUG_IN)
+    line.settings()
+    line.field("Microphone").select_option(label="Fake Audio Input 2")
+    line.button("Close").click()
+
+
+@pytest.mark.parametrize("mend", [plug_in, choose_another])
+def test_a_microphone_that_nothing_replaces_is_a_state_until_there_is_one(browser, mend):
     with house(browser) as line:
+        line.live.tolerate("no audio from the client")
         line.page.evaluate(TRACKS)
-        line.start()
-        refuse = "() => Promise.reject(new DOMException('', 'NotFoundError'))"
-        line.page.evaluate(f"void (navigator.mediaDevices.getUserMedia = {refuse})")
+        session = line.start("Listening")
 
-        line.page.evaluate("tracks[0].stop(); tracks[0].dispatchEvent(new Event('ended'))")
+        line.page.evaluate(UNPLUG)
+        expect(line.status).to_have_text(NOBODY)
+        expect(line.log).to_contain_text("Plug one in, or choose one in the settings.")
+        line.page.evaluate("void navigator.mediaDevices.dispatchEvent(new Event('devicechange'))")
+        line.page.evaluate(TELL_MEASURED)
+        for _ in range(4):  # after three it would be taken for a fault of the network
+            with line.page.expect_console_message(lambda message: message.text == "measured"):
+                pass
+        expect(line.status).to_have_text(NOBODY)
+        assert line.log.locator(".notice").count() == 1
+        mend(line)
 
-        expect(line.log).to_contain_text("The microphone was taken away.")
+        expect(line.status).to_have_text("Listening")
+        expect(line.log).to_contain_text("The microphone is back.")
+        line.live.wait_for(lambda: not session.microphone_silent)
 
 
 def test_a_speaker_that_is_unplugged_in_a_call_is_replaced(browser):
