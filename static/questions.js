@@ -151,11 +151,17 @@ const CLOSED_NOTES = {
   run_ended: "The question is over, because the task has ended or is being stopped.",
 };
 
+/** How a question came to its end, as its card says it. @param {{reason: string, choice?: string}} closed */
+export function outcomeOf({ reason, choice }) {
+  if (reason !== "answered" || !choice) return reason;
+  return choice === "deny" ? "denied" : "allowed";
+}
+
 /** A question is over. @param {State} state @param {Run} run @param {any} update @returns {Step} */
 export function closes(state, run, update) {
   if (run.question?.requestId !== update.request_id) return [state, []];
   const reason = update.reason;
-  const over = questionChanged(state, run.key, { stage: "closed", closedAt: state.now, outcome: run.question?.outcome || reason });
+  const over = questionChanged(state, run.key, { stage: "closed", closedAt: state.now, outcome: run.question?.outcome || outcomeOf(update) });
   const quiet = unsay(over, (piece) => piece.kind === "question" && piece.run === run.key);
   const delegation = delegationOf(state, run.key);
   if (reason === "timeout") {

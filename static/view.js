@@ -2,7 +2,7 @@
 
 import { parse, toNodes } from "./markdown.js";
 import { mayClick } from "./questions.js";
-import { isAsking } from "./state.js";
+import { inOrder, isAsking } from "./state.js";
 import { costOf, statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
 
@@ -286,14 +286,16 @@ function show(element, text) {
 
 /** @param {State} state */
 function renderLog(state) {
-  const newest = state.notices.at(-1);
-  const wanted = [
-    ...state.transcript.lines.filter(textOf).map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
-    ...state.runs.map((run) => ({ key: `run${run.key}`, at: run.at, draw: drawRun, data: carded(run, state) })),
-    ...state.notices.map((notice) => ({ key: `notice${notice.key}`, at: notice.at, draw: drawNotice, data: { ...notice, offersCall: notice.offersCall && state.phase === "idle" && notice === newest } })),
-  ].sort((a, b) => a.at - b.at);
-  draw(log, items, wanted);
+  draw(log, items, inOrder(state).map((item) => drawnAs(item, state)));
   if (atEnd) log.scrollTop = log.scrollHeight;
+}
+
+/** @param {ReturnType<typeof inOrder>[number]} item @param {State} state */
+function drawnAs(item, state) {
+  if (item.kind === "line") return { key: `line${item.line.key}`, draw: drawLine, data: { speaker: item.line.speaker, text: textOf(item.line) } };
+  if (item.kind === "run") return { key: `run${item.run.key}`, draw: drawRun, data: carded(item.run, state) };
+  const offersCall = item.notice.offersCall && state.phase === "idle" && item.notice === state.notices.at(-1);
+  return { key: `notice${item.notice.key}`, draw: drawNotice, data: { ...item.notice, offersCall } };
 }
 
 /**
@@ -347,6 +349,11 @@ const FINISHED = {
   unknown: "Outcome unknown",
 };
 
+/** Whether nobody was told of its end. @param {Run} run @param {State} state */
+function isNew(run, state) {
+  return ["due", "mine"].includes(run.claim) && state.phase === "idle";
+}
+
 /** What a run's card shows of it. @param {Run} run @param {State} state */
 function visible(run, state) {
   const question = run.question;
@@ -354,7 +361,7 @@ function visible(run, state) {
     key: run.key,
     request: run.request,
     state: run.result ? (FINISHED[run.result.finish] ?? "Ended") : workingLabel(run),
-    isNew: ["due", "mine"].includes(run.claim) && state.phase === "idle",
+    isNew: isNew(run, state),
     failed: !!run.result && !["stop", "cancelled"].includes(run.result.finish),
     progress: run.result ? "" : run.progress,
     tools: run.tools,
@@ -372,8 +379,8 @@ function visible(run, state) {
 
 /** The same for the log, where a question appears once it is answered. @param {Run} run @param {State} state */
 function carded(run, state) {
-  const shown = visible(run, state);
-  return { ...shown, question: shown.question?.open ? null : shown.question };
+  const closed = [...run.earlier, run.question].filter((question) => question?.stage === "closed");
+  return { ...visible(run, state), question: null, questions: closed };
 }
 
 /** @param {Run} run */
@@ -384,7 +391,7 @@ function workingLabel(run) {
   return "Working…";
 }
 
-/** @param {HTMLElement} element @param {ReturnType<typeof visible>} run */
+/** @param {HTMLElement} element @param {ReturnType<typeof carded>} run */
 function drawRun(element, run) {
   const open = element.querySelector("details")?.open ?? false;
   element.className = run.failed ? "card failed" : "card";
@@ -394,7 +401,7 @@ function drawRun(element, run) {
   head.append(make("p", "request", run.request), make("p", "state", run.isNew ? `New: ${run.state}` : run.state));
   const parts = /** @type {Node[]} */ ([head]);
   if (run.progress) parts.push(make("p", "progress", run.progress));
-  if (run.question) parts.push(drawAnsweredQuestion(run.question));
+  parts.push(...run.questions.flatMap((question) => (question ? [drawAnsweredQuestion(question)] : [])));
   if (run.answer) {
     const answer = make("div", "answer");
     answer.append(toNodes(parse(run.answer)));
@@ -430,7 +437,7 @@ const OUTCOMES = {
   run_ended: "The task ended before it was answered.",
 };
 
-/** @typedef {NonNullable<ReturnType<typeof visible>["question"]>} ShownQuestion */
+/** @typedef {Omit<NonNullable<Run["question"]>, "stage">} ShownQuestion */
 
 /** @param {ShownQuestion} question */
 function questionWords(question) {
