@@ -65,6 +65,9 @@ const demoWords = find("demo-words", HTMLInputElement);
 
 export const voice = find("voice", HTMLAudioElement);
 
+const NEAR_END_PX = 80; // from its end, the log is taken to be there
+const MARGIN_PX = 8; // above an answer that begins at the log's top
+
 /** @typedef {Map<string, {element: HTMLElement, shown: string}>} Drawn */
 /** @type {Drawn} */
 const items = new Map();
@@ -72,6 +75,8 @@ const items = new Map();
 const asked = new Map();
 /** Whether the log shows its end, and shall go on to. */
 let atEnd = true;
+/** How far the log was scrolled when that was last looked at. */
+let scrolled = 0;
 /** @typedef {{start(): void, approve(key: string, requestId: string, choice: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
 /** @type {Actions} */
 let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
@@ -85,7 +90,7 @@ let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
  */
 export function bind(callbacks) {
   actions = callbacks;
-  log.addEventListener("scroll", () => (atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80));
+  log.addEventListener("scroll", noteScroll);
   start.addEventListener("click", callbacks.start);
   // The second click of a double click on "Start call" lands here.
   hangUp.addEventListener("click", (event) => event.detail < 2 && callbacks.hangUp());
@@ -286,8 +291,53 @@ function show(element, text) {
 
 /** @param {State} state */
 function renderLog(state) {
+  noteScroll();
+  const held = atEnd ? null : firstInView();
+  const heldAt = held?.offsetTop ?? 0;
+  const came = newAnswers(state);
   draw(log, items, inOrder(state).map((item) => drawnAs(item, state)));
-  if (atEnd) log.scrollTop = log.scrollHeight;
+  const begins = came.map(longAnswer).find((top) => top !== null);
+  if (atEnd && begins) {
+    log.scrollTop = begins - MARGIN_PX;
+    atEnd = false;
+  } else if (atEnd) log.scrollTop = log.scrollHeight;
+  else if (held?.isConnected) log.scrollTop += held.offsetTop - heldAt;
+  scrolled = log.scrollTop;
+}
+
+/** Where an answer that the log cannot show whole is read from, as the voice reads it; null for a shorter one. @param {string} key */
+function longAnswer(key) {
+  const card = items.get(key)?.element;
+  const answer = /** @type {HTMLElement | null | undefined} */ (card?.querySelector(".answer"));
+  if (!card || !answer) return null;
+  // Many questions may stand before it.
+  const begins = answer.offsetTop - card.offsetTop < log.clientHeight / 2 ? card.offsetTop : answer.offsetTop;
+  return card.offsetTop + card.offsetHeight - begins > log.clientHeight - 2 * MARGIN_PX ? begins : null;
+}
+
+/** The reader may have scrolled: to the end, which then stays in view, or away from it. */
+function noteScroll() {
+  if (log.scrollTop === scrolled) return;
+  scrolled = log.scrollTop;
+  atEnd = log.scrollHeight - scrolled - log.clientHeight < NEAR_END_PX;
+}
+
+/** What the reader has before them, which stays there whatever moves; a line, since cards move themselves. */
+function firstInView() {
+  const inView = [...items.values()].map(({ element }) => element).filter((element) => {
+    const top = element.offsetTop - log.scrollTop;
+    return top < log.clientHeight && top + element.offsetHeight > 0;
+  });
+  return inView.find((element) => !element.matches(".card")) ?? inView[0] ?? null;
+}
+
+/** The keys of answers that have just come, oldest first; not of those that were heard of on an earlier page. @param {State} state */
+function newAnswers(state) {
+  const isNews = (/** @type {Run} */ run) => {
+    const drawn = items.get(`run${run.key}`)?.element;
+    return drawn ? !drawn.querySelector(".answer") : run.attempt >= 0 || isNew(run, state);
+  };
+  return state.runs.filter((run) => run.result?.show && isNews(run)).map(({ key }) => `run${key}`);
 }
 
 /** @param {ReturnType<typeof inOrder>[number]} item @param {State} state */
