@@ -1505,6 +1505,9 @@ SKIPPED_LIMIT = 100
 UPDATES_LIMIT = 500  # kept per run for pages that come back
 SEQ_JUMP = 1_000_000  # past the numbers an earlier process gave out and did not write down
 STEPS_LIMIT = 200  # finished tool calls kept for a request that replaces a stopped one
+# Of one run, the newest: what its card shows, here and on the page.
+TOOLS_KEPT = 50
+QUESTIONS_KEPT = 50
 PREVIEW_CHARS = 300
 
 # How long Hermes waits for an answer to a question when its config does not say: 300 s
@@ -1612,6 +1615,7 @@ class Question:
     choices: tuple[str, ...]
     until: float  # monotonic seconds
     answering: bool = False
+    choice: str = ""  # what it is being answered with, by us
 
 
 class RunStream:
@@ -1640,6 +1644,7 @@ class RunStream:
         self._asked: list[str] = []  # ids of all questions so far
         self._previews: dict[str, str] = {}  # of the tools that run, by name
         self._helpers: set[str] = set()  # child agents that work
+        self._left: dict[str, float] = {}  # until when, of questions that an earlier process asked
 
     def feed(self, chunk: bytes, now: float) -> Iterator[Json]:
         """Read a chunk of the event stream, one update after the other.
@@ -1690,6 +1695,15 @@ class RunStream:
         """End the run by our own decision: its end was not told by Hermes."""
         return self._end(finish_reason, "", code, message, None)
 
+    def take_up(self, request_id: str, bound: str | None, until: float, now: float) -> list[Json]:
+        """Take up a question that an earlier process left open: it has the time it had."""
+        if now >= until:
+            self._asked.append(request_id)  # Hermes's status goes on to name it.
+            return [{"type": "approval_closed", "request_id": request_id, "reason": "timeout"}]
+        if bound:
+            self._left[bound] = until
+        return []
+
     def ask_stop(self) -> list[Json]:
         """The user stops the run: an open question can no longer be answered."""
         self.stop_asked = True
@@ -1701,7 +1715,8 @@ class RunStream:
         closed, self.question = self.question, None
         if closed is None:
             return []
-        return [{"type": "approval_closed", "request_id": closed.request_id, "reason": reason}]
+        update = {"type": "approval_closed", "request_id": closed.request_id, "reason": reason}
+        return [update | {"choice": closed.choice} if closed.choice and reason == "answered" else update]
 
     def miss(self) -> None:
         """Something did not arrive. It may have been a part of the answer."""
@@ -1896,7 +1911,7 @@ def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
         command=exact_words(command, COMMAND_CHARS),
         description=exact_words(description, DESCRIPTION_CHARS),
         choices=_choices(event.get("choices"), command),
-        until=now + stream.approval_seconds,
+        until=stream._left.get(bound or "", now + stream.approval_seconds),
     )
     return [*updates, question_update(question, now)]
 
@@ -2018,10 +2033,42 @@ RUN_UPDATES: dict[str, Callable[[RunStream, Json, float], list[Json]]] = {
 #   6. Words handed to a running run are read by it, or become the run after it, or were
 #      taken back by the user's own stop.
 
+# What a page shows of a run is recorded with it, so that a page that comes later shows the
+# same: each tool with its status, each question with how it was answered, and the times.
+
 RUNS_LIMIT = 200  # kept, ended ones included; the oldest ended go first
 ACTIVE_LIMIT = 16  # unended, over all conversations; Hermes itself takes 10
 
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+RECORD_SECONDS = 5  # at most, until a step is written down; nothing else depends on it
+
+
+class Timeline:
+    """Epoch seconds that bring what happens into its order: the clock's, but they never go back.
+
+    Where the clock is set back, they go on from where they were, as time has passed since. A
+    clock that was wrong by more than a day is not worth following.
+    """
+
+    SET_BACK_MOST = 86400  # seconds
+
+    def __init__(self, newest: float, ticks: float) -> None:
+        self._seen = (newest, ticks)
+
+    def at(self, wall: float, ticks: float) -> float:
+        """The time at a moment, given as epoch and as monotonic seconds."""
+        then, ticks_then = self._seen
+        expected = then + max(0.0, ticks - ticks_then)
+        now = expected if wall < expected < wall + self.SET_BACK_MOST else wall
+        # Threads may come to this in another order than they read the clocks.
+        self._seen = (now, max(ticks, ticks_then))
+        return now
+
+
+def newest_of(lines: Sequence[Json]) -> str:
+    """What the user said last."""
+    return next(str(line["text"]).strip() for line in reversed(lines) if line["speaker"] == "user")
 
 
 @dataclass
@@ -2060,19 +2107,53 @@ class Run:
     delivered: str = ""  # which page has told the user of the end
     resumed: bool = False  # whether an earlier process of ours began it
     steers: list[Steer] = field(default_factory=list)  # until the run ends
+    steered: dict[str, str] = field(default_factory=dict)  # delegation -> the words it handed over
+    # What a page shows of it. The question that is open is the newest, and has no `reason`.
+    # All of their times are epoch seconds.
+    tools: list[Json] = field(default_factory=list)  # status, label, preview, at, ended_at
+    # request_id, bound, command, description, choices, until, reason, choice, at, ended_at
+    questions: list[Json] = field(default_factory=list)
+    progress: str = ""
+    away: bool = False  # whether Hermes cannot be reached
+    ended_at: float = 0  # epoch seconds, where its end is known
+    recorded: int = 0  # changes of the tools
     saved: object = None  # its mark when it was last written down
+    saved_recorded: int = 0
+    saved_at: float = float("-inf")  # monotonic seconds
 
     @property
     def mark(self) -> tuple[object, ...]:
         """What it is written down again for once it differs."""
         told = (self.state, self.hermes_id, self.body is None, self.superseded_by)
-        return (*told, self.stream.stop_asked, *self.delegations)
+        asked = [(each["request_id"], each["reason"], each["choice"]) for each in self.questions[-1:]]
+        return (*told, self.stream.stop_asked, *self.delegations, *asked)
+
+    def is_due(self, ticks: float) -> bool:
+        """Whether it is to be written down. Steps can wait a little, all else cannot."""
+        late = ticks >= self.saved_at + RECORD_SECONDS
+        return self.saved != self.mark or (late and self.saved_recorded != self.recorded)
+
+    def note_saved(self, ticks: float) -> None:
+        """It was written down as it is."""
+        self.saved, self.saved_recorded, self.saved_at = self.mark, self.recorded, ticks
 
     @property
     def asked(self) -> str:
         """The user's newest words, as a title."""
-        said = [line["text"] for line in self.lines if line["speaker"] == "user"]
-        return str(said[-1]).strip()
+        # Words that it did not take, or did not read, are another run's.
+        steered = [words for delegation, words in self.steered.items() if delegation in self.delegations]
+        return steered[-1] if steered else newest_of(self.lines)
+
+    @property
+    def shown_state(self) -> str:
+        """Its state as the page is told it."""
+        return "unreachable" if self.away and self.final is None else self.state
+
+    @property
+    def open_question(self) -> Json | None:
+        """The record of the question that waits for its answer."""
+        newest = self.questions[-1] if self.questions else None
+        return newest if newest and not newest["reason"] else None
 
     def publish(self, updates: Iterable[Json]) -> None:
         """Number the updates and keep them. After the final one nothing is added."""
@@ -2091,6 +2172,63 @@ class Run:
                 # The lines' context is not needed again; what was asked is.
                 self.replaces = None
             self.updates.append(numbered)
+            self._record(update)
+
+    def _record(self, update: Json) -> None:
+        """Keep what a page shows of an update."""
+        match update["type"]:
+            case "run":
+                self.away = update["state"] == "unreachable"
+            case "progress":
+                self.progress = update["text"]
+            case "tool":
+                self._record_tool(update)
+            case "approval":
+                self._record_question(update)
+            case "approval_closed":
+                self.note_answer(update["request_id"], update["reason"], update.get("choice", ""))
+            case "done" if self.open_question:
+                self.note_answer(self.open_question["request_id"], "run_ended", "")
+
+    def _record_tool(self, update: Json) -> None:
+        self.recorded += 1
+        tool = {key: update.get(key, "") for key in ("status", "label", "preview")}
+        running = ("running", tool["label"])
+        began = next((each for each in self.tools[::-1] if (each["status"], each["label"]) == running), None)
+        if began and tool["status"] != "running":
+            began |= {"status": tool["status"], "preview": tool["preview"] or began["preview"]}
+        else:
+            self.tools.append(tool)
+            del self.tools[:-TOOLS_KEPT]
+
+    def _record_question(self, update: Json) -> None:
+        asked = {key: update[key] for key in ("request_id", "command", "description", "choices")}
+        before = self.open_question
+        if before and before["request_id"] == asked["request_id"]:
+            before |= asked  # After a restart it is asked again.
+            return
+        if before:
+            self.note_answer(before["request_id"], "timeout", "")
+        self.questions.append({**asked, "bound": None, "until": 0, "reason": "", "choice": ""})
+        del self.questions[:-QUESTIONS_KEPT]
+
+    def note_answer(self, request_id: str, reason: str, choice: str) -> None:
+        """Keep how a question came to its end; an answer that reached Hermes counts most."""
+        for question in self.questions:
+            if question["request_id"] == request_id and not question["choice"]:
+                question |= {"reason": reason, "choice": choice}
+
+    def date(self, now: float, ticks: float) -> None:
+        """Give what was recorded since the last time its moment, in epoch and monotonic seconds."""
+        for entry in [*self.tools, *self.questions]:
+            entry.setdefault("at", now)
+            if entry.get("reason") or entry.get("status", "running") != "running":
+                entry.setdefault("ended_at", now)
+        live, record = self.stream.question, self.open_question
+        if live and record and not record["until"]:
+            record |= {"until": now + live.until - ticks, "bound": live.bound}
+        if self.final is not None and not self.ended_at:
+            self.ended_at = now
 
     def change(self, state: str) -> None:
         """Move to a state and tell the page, unless the run has ended."""
@@ -2113,6 +2251,10 @@ class RunBook:
         """The conversation's runs, oldest first."""
         return [run for run in self._runs.values() if run.conversation == conversation]
 
+    def unended(self) -> list[Run]:
+        """The runs of all conversations that have no final update."""
+        return [run for run in self._runs.values() if run.final is None]
+
     def find(self, conversation: str, delegation: str) -> Run | None:
         """The run that a delegation belongs to."""
         return next((run for run in self.of(conversation) if delegation in run.delegations), None)
@@ -2125,7 +2267,7 @@ class RunBook:
         self, conversation: str, delegation: str, lines: list[Json], run_id: str, now: float, policy: str
     ) -> Run:
         """A request arrived. Return the run it becomes, or goes into while that still waits."""
-        unended = [run for run in self._runs.values() if run.final is None]
+        unended = self.unended()
         ours = [run for run in unended if run.conversation == conversation]
         if policy != "queue" and ours and ours[-1].state == "queued":
             ours[-1].lines += lines
@@ -2144,6 +2286,7 @@ class RunBook:
     def steer(self, run: Run, delegation: str, lines: list[Json]) -> Steer:
         """Words are handed to a running run. It is answerable for them until it ends."""
         run.delegations.append(delegation)
+        run.steered[delegation] = newest_of(lines)
         run.steers.append(Steer(delegation, lines, run.stream.rounds))
         return run.steers[-1]
 
@@ -2176,7 +2319,7 @@ class RunBook:
             after = Run(run_id, run.conversation, lines, list(moved), now, replaces=before)
             self._runs[run_id] = after
         before_them = run.final.get("continued", [])
-        run.final |= {"continued_by": after.id, "continued": before_them + moved}
+        run.final |= {"continued_by": after.id, "continued": before_them + moved, "request": run.asked}
         return after
 
     def _is_unread(self, run: Run, steer: Steer) -> bool:
@@ -2208,6 +2351,13 @@ class RunBook:
         run.resumed = True
         run.seq += SEQ_JUMP
         self._runs[run.id] = run
+
+    def take_up(self, run: Run, now: float, ticks: float) -> None:
+        """Let the question that an earlier process left open go on, or run out. `now`: epoch seconds."""
+        record = run.open_question
+        if record:
+            until = ticks + record["until"] - now
+            run.publish(run.stream.take_up(record["request_id"], record["bound"], until, ticks))
 
     def accepted(self, run: Run, hermes_id: str) -> bool:
         """Hermes took the run. True if a stop was asked meanwhile and is due."""
@@ -2415,13 +2565,14 @@ TOUCH = (
 ROWS_KEPT = {"runs": 10_000, "lines": 100_000, "approvals": 10_000, "sessions": 10_000}
 
 CONVERSATIONS_LISTED = 100
-RUNS_LISTED = 50  # of one conversation, the newest
-LINES_LISTED = 400  # of one conversation, the newest
+# Of one conversation, the newest: as many as a page keeps.
+RUNS_LISTED = 100
+LINES_LISTED = 400
 
 # What is stored of a run besides the table's columns; the rest is made anew.
 _STORED = (
     "lines delegations superseded_by state hermes_id request stored_before seq final earlier"
-    " steps_before body idempotent".split()
+    " steps_before body idempotent steered tools questions progress ended_at".split()
 )
 
 
@@ -2491,7 +2642,7 @@ class Journal:
         yield "delete from delegations where conversation = ? and run = ?", run.conversation, run.id
         for delegation in run.delegations:
             yield "insert or replace into delegations values (?, ?, ?)", run.conversation, delegation, run.id
-        yield TOUCH, run.conversation, run.created
+        yield TOUCH, run.conversation, run.ended_at or run.created
 
     def open_runs(self) -> list[Run]:
         """The runs that have no final update, oldest first."""
@@ -2539,9 +2690,15 @@ class Journal:
         return [Session(*row) for row in self._read(query, after, name)]
 
     def add_lines(self, conversation: str, lines: Sequence[Json], at: float) -> None:
-        """Append lines; one whose key came before is replaced in its place."""
-        query = "insert into lines values (?, ?, ?, ?, ?) on conflict do update set text = excluded.text"
-        rows = [(query, conversation, line["key"], line["speaker"], line["text"], at) for line in lines]
+        """Append lines; one whose key came before is replaced in its place. A line's own `at` counts most."""
+        query = (
+            "insert into lines values (?, ?, ?, ?, ?)"
+            " on conflict do update set text = excluded.text, at = min(at, excluded.at)"
+        )
+        rows = [
+            (query, conversation, line["key"], line["speaker"], line["text"], line.get("at", at))
+            for line in lines
+        ]
         self._write(*rows, (TOUCH, conversation, at))
 
     def lines_of(self, conversation: str) -> list[Json]:
@@ -2552,6 +2709,11 @@ class Journal:
         )
         rows = self._read(query, conversation, LINES_LISTED)
         return [dict(zip(("key", "speaker", "text", "at"), row, strict=True)) for row in reversed(rows)]
+
+    def newest(self) -> float:
+        """When something last happened in any conversation, 0 if nothing has."""
+        rows = self._read("select max(updated) from conversations")
+        return float(rows[0][0] or 0) if rows else 0.0
 
     def conversations(self) -> list[Json]:
         """The newest conversations, newest first, each with its first words."""
@@ -2604,7 +2766,7 @@ def _run_of(row: tuple[str, str, float, int, str, str]) -> Run:
     run_id, conversation, created, _, delivered, text = row
     data = json.loads(text)
     run = Run(run_id, conversation, data["lines"], data["delegations"], created)
-    for name in _STORED:
+    for name in data.keys() & set(_STORED):  # An earlier version did not keep all of it.
         setattr(run, name, data[name])
     run.delivered = delivered
     run.stream.stop_asked = data["stop_asked"]
@@ -3094,6 +3256,7 @@ SHORTEST_CALL = 60  # seconds; with less left none is opened
 SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
 HEARD_LIMIT = 2000  # characters
 REASON = re.compile(r"[a-z0-9_]{1,64}")  # a code of the voice service's errors, as the page gives it
+LINE_AGE_MOST = 7 * 86400  # seconds that a page may have kept a line to itself
 
 # The config's keys that `GET /config` carries as they are.
 PAGE_KEYS = (
@@ -3180,6 +3343,11 @@ class App:
         self.live_session = ""
         self.deadline = (math.inf, "")  # when to hang it up, by `clock`, and why
         self.pair_after = time.time()  # codes made until then are refused
+        self.timeline = Timeline(self.journal.newest(), clock())
+
+    def now(self) -> float:
+        """Epoch seconds, by which what happens in conversations is brought into its order."""
+        return self.timeline.at(self.wall(), self.clock())
 
     def publish(self, run: Run, updates: Iterable[Json]) -> None:
         """Add updates to a run and wake who follows it."""
@@ -3196,19 +3364,26 @@ class App:
     def go_on(self, run: Run) -> None:
         """Tell of a run; if it has ended, start what its unread words become. The caller holds the lock."""
         new_id = self.new_id() if run.final and run.steers else ""
-        after = self.book.go_on(run, new_id, time.time()) if new_id else None
+        after = self.book.go_on(run, new_id, self.now()) if new_id else None
         self.announce(run, after)
         if after and after.id == new_id:
             in_background(work, self, after)
 
     def announce(self, *runs: Run | None) -> None:
         """Write runs down where that matters, then wake who follows them. The caller holds the lock."""
-        changed = [run for run in runs if run and run.saved != run.mark]
-        if changed:
-            self.journal.save(*changed)
-        for run in changed:
-            run.saved = run.mark
+        now, ticks = self.now(), self.clock()
+        told = [run for run in runs if run]
+        for run in told:
+            run.date(now, ticks)
+        self.save([run for run in told if run.is_due(ticks)], ticks)
         self.changed.notify_all()
+
+    def save(self, runs: list[Run], ticks: float) -> None:
+        """Write runs down. The caller holds the lock."""
+        if runs:
+            self.journal.save(*runs)
+        for run in runs:
+            run.note_saved(ticks)
 
     def find(self, run_id: str) -> Run:
         """The run with this id. Raise NotFound."""
@@ -3222,6 +3397,8 @@ class App:
         """Let every stream say its last line. Runs go on at Hermes."""
         with self.changed:
             self.closing = True
+            unsaved = [run for run in self.book.unended() if run.saved_recorded != run.recorded]
+            self.save(unsaved, self.clock())
             self.changed.notify_all()
 
 
@@ -3508,7 +3685,7 @@ def route(app: App, conversation: str, delegation: str, lines: list[Json]) -> Ru
         known = book.find(conversation, delegation)
         if known:
             return known
-        run = book.claim(conversation, delegation, lines, app.new_id(), time.time(), policy)
+        run = book.claim(conversation, delegation, lines, app.new_id(), app.now(), policy)
         new = run.delegations == [delegation]
         app.announce(run, run.replaces)
     if new:
@@ -3553,7 +3730,7 @@ def work(app: App, run: Run) -> None:
         message = "Something went wrong in hermes-voice; what became of the task is not known."
         app.publish(run, run.stream.give_up("unknown", message, "internal"))
     if run.final:
-        outcome, seconds = run.final["finish_reason"], round(time.time() - run.created, 1)
+        outcome, seconds = run.final["finish_reason"], round(app.now() - run.created, 1)
         log_event("run.ended", run=run.id, outcome=outcome, seconds=seconds, tools=len(run.stream.steps))
 
 
@@ -3793,20 +3970,41 @@ def get_runs(app: App, request: Request) -> Reply:
         # The book's are newer, and there whatever the disk does.
         both = [*app.journal.runs_of(conversation), *app.book.of(conversation)]
         runs = sorted({run.id: run for run in both}.values(), key=lambda run: run.created)
-        return Reply({"runs": [run_summary(run) for run in runs[-RUNS_LISTED:]]})
+        now, ticks = app.now(), app.clock()
+        return Reply({"now": now, "runs": [run_summary(run, now, ticks) for run in runs[-RUNS_LISTED:]]})
 
 
-def run_summary(run: Run) -> Json:
-    """A run as the list shows it; `result` is its final update."""
+def run_summary(run: Run, now: float, ticks: float) -> Json:
+    """A run as the list shows it, with all that a page has shown of it; `result` is its final update.
+
+    Its updates go on after `seq`. Times are epoch seconds, as `now` is.
+    """
     return {
         "run_id": run.id,
-        "state": run.state,
+        "state": run.shown_state,
         "request": run.asked,
         "delegations": list(run.delegations),
-        "seconds": max(0, round(time.time() - run.created)),
+        "created": run.created,
+        "ended_at": run.ended_at or None,
+        "seconds": max(0, round(now - run.created)),
+        "progress": run.progress,
+        "tools": [dict(tool) for tool in run.tools],
+        "questions": listed_questions(run, ticks),
+        "seq": run.seq,
         "delivered": bool(run.delivered),
         "result": run.final,
     }
+
+
+def listed_questions(run: Run, ticks: float) -> list[Json]:
+    """The questions of a run, oldest first; one that nothing could answer is not among the open ones."""
+    live = run.stream.question
+    shown = [each for each in run.questions if each["reason"]]
+    listed = [{**each, "seconds_left": 0} for each in shown]
+    record = run.open_question
+    if live and record and live.request_id == record["request_id"]:
+        listed.append({**record, **question_update(live, ticks)})
+    return listed
 
 
 def post_delivered(app: App, request: Request) -> Reply:
@@ -3845,6 +4043,8 @@ def resume_runs(app: App) -> None:
         runs = app.journal.open_runs()
         for run in runs:
             app.book.adopt(run)
+            app.book.take_up(run, app.now(), app.clock())
+            app.announce(run)
     for run in runs:
         log_event("run.resumed", run=run.id, state=run.state, hermes=run.hermes_id)
         in_background(work, app, run)
@@ -3880,14 +4080,14 @@ def get_updates(app: App, request: Request) -> Updates:
     run = app.find(request.ids[0])
     if request.query.get("wait") == "0":
         with app.changed:
-            return Updates(iter([[run_line(run, int(after)), *updates_so_far(app, run, int(after))]]))
+            return Updates(iter([[run_line(app, run, int(after)), *updates_so_far(app, run, int(after))]]))
     return Updates(updates_after(app, run, int(after)))
 
 
-def run_line(run: Run, after: int) -> Json:
+def run_line(app: App, run: Run, after: int) -> Json:
     """The first line of a run's stream."""
-    age, seq = max(0, round(time.time() - run.created)), min(after, run.seq)
-    return {"type": "run", "run_id": run.id, "state": run.state, "seconds": age, "seq": seq}
+    age, seq = max(0, round(app.now() - run.created)), min(after, run.seq)
+    return {"type": "run", "run_id": run.id, "state": run.shown_state, "seconds": age, "seq": seq}
 
 
 def updates_so_far(app: App, run: Run, after: int) -> list[Json]:
@@ -3898,7 +4098,7 @@ def updates_so_far(app: App, run: Run, after: int) -> list[Json]:
 
 def updates_after(app: App, run: Run, after: int) -> Iterator[list[Json]]:
     """Batches of a run's updates: `run` first, one final update last, never long silence."""
-    yield [run_line(run, after)]
+    yield [run_line(app, run, after)]
     while True:
         with app.changed:
             news = lambda seen=after: run.seq > seen or run.final or app.closing  # noqa: E731
@@ -3932,14 +4132,37 @@ def get_conversations(app: App, request: Request) -> Reply:
 
 def get_conversation(app: App, request: Request) -> Reply:
     """The newest lines of a conversation."""
-    return Reply({"id": request.ids[0], "lines": app.journal.lines_of(request.ids[0])})
+    conversation = request.ids[0]
+    return Reply({"id": conversation, "now": app.now(), "lines": app.journal.lines_of(conversation)})
 
 
 def post_lines(app: App, request: Request) -> Reply:
     """Append what was said. A line that comes again, by its key, is replaced in its place."""
-    lines = lines_of(request.body, "lines", keyed=True)
-    app.journal.add_lines(request.ids[0], lines, time.time())
+    lines, now = lines_of(request.body, "lines", keyed=True), app.now()
+    app.journal.add_lines(request.ids[0], dated(app, request.ids[0], lines, now), now)
     return Reply({"lines": len(lines)})
+
+
+def dated(app: App, conversation: str, lines: list[Json], now: float) -> list[Json]:
+    """The lines with the time they were first said, in their order.
+
+    A request may come by another way, and sooner, than the words it was made of: they stand
+    before the task that they became.
+    """
+    begun = {each: task_began(app, conversation, each) for each in {line["delegation"] for line in lines}}
+    told, before = [], now
+    for line in reversed(lines):
+        before = min(before, now - line["age_seconds"], begun[line["delegation"]])
+        told.append({**line, "at": before})
+    return told[::-1]
+
+
+def task_began(app: App, conversation: str, delegation: str) -> float:
+    """When the task began that a request became, in epoch seconds; never, if it is not known."""
+    with app.changed:
+        known = app.book.find(conversation, delegation)
+        run = known or (app.journal.run_for(conversation, delegation) if delegation else None)
+    return run.created if run else math.inf
 
 
 def delete_conversation(app: App, request: Request) -> Reply:
@@ -3998,7 +4221,7 @@ def post_approve(app: App, request: Request) -> Reply:
             return UNCLEAR
         raise
     answer_hermes(app, run, question, choice)
-    app.journal.note_approval(run, question, choice, by, time.time())
+    app.journal.note_approval(run, question, choice, by, app.now())
     log_event("approval.answered", run=run.id, request=question.request_id, choice=choice, by=by)
     return Reply({"choice": choice, "resolved": 1} | ({"more": True} if more else {}))
 
@@ -4015,16 +4238,18 @@ def claim_question(run: Run, request_id: str, choice: str, now: float) -> Questi
         raise Conflict("That question is no longer open, so the answer was not passed on.", code="too_late")
     if choice not in question.choices:
         raise BadRequest("Hermes does not offer this choice for the question.")
-    question.answering = True
+    question.answering, question.choice = True, choice
     return question
 
 
-def close_question(app: App, run: Run, question: Question, reason: str) -> None:
+def close_question(app: App, run: Run, question: Question, reason: str, choice: str = "") -> None:
     """Tell the pages that a question is over, unless the run's own reader has done it."""
     with app.changed:
         if run.stream.question is question:
             run.publish(run.stream.close_question(reason))
-            app.announce(run)
+        if choice:  # Its run may have told of its end before we came to this.
+            run.note_answer(question.request_id, reason, choice)
+        app.announce(run)
 
 
 def answer_hermes(app: App, run: Run, question: Question, choice: str) -> None:
@@ -4036,13 +4261,13 @@ def answer_hermes(app: App, run: Run, question: Question, choice: str) -> None:
         log_event("approval.failed", logging.WARNING, run=run.id, detail=error.detail)
         if error.answered not in (404, 409):
             if (question.bound is not None and run.idempotent) or may_repeat(error, False):
-                question.answering = False
+                question.answering, question.choice = False, ""
                 raise
             close_question(app, run, question, "unknown")
             message = "Hermes did not confirm the answer, so it may or may not have arrived."
             raise Conflict(message, code="unconfirmed", detail=error.detail) from None
         reason = "timeout"
-    close_question(app, run, question, reason)
+    close_question(app, run, question, reason, choice if reason == "answered" else "")
     if reason == "timeout":
         raise Conflict("The answer came too late: Hermes no longer waits for it.", code="too_late")
 
@@ -4124,8 +4349,17 @@ def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
         if text != "" and not (isinstance(text, str) and text.isspace()):  # an empty line is harmless
             name = f"{key}[{number}].text"
             line = {"speaker": entry["speaker"], "text": text_of({name: text}, name, LINE_CHARS)}
-            lines.append(line | ({"key": id_of(entry, "key")} if keyed else {}))
+            lines.append(line | (keyed_fields(entry) if keyed else {}))
     return lines
+
+
+def keyed_fields(entry: Json) -> Json:
+    """What a line carries that is kept: its key, its age, and the request that took its words, if one did."""
+    age = entry.get("age_seconds", 0)
+    if isinstance(age, bool) or not isinstance(age, int | float) or not 0 <= age < math.inf:
+        raise BadRequest("'age_seconds' must be a number of seconds that is not negative.")
+    delegation = id_of(entry, "delegation", "")
+    return {"key": id_of(entry, "key"), "age_seconds": min(age, LINE_AGE_MOST), "delegation": delegation}
 
 
 # ---- server ------------------------------------------------------------------

@@ -4,6 +4,7 @@ import { Api, ApiError } from "./api.js";
 import { START, step } from "./call.js";
 import { CallError, findDevices, onDeviceChange, Session } from "./rtc.js";
 import { PROGRESS, readSettings } from "./settings.js";
+import { placed } from "./state.js";
 import * as view from "./view.js";
 import { settlesAt } from "./words.js";
 
@@ -402,10 +403,11 @@ async function begin(why) {
     // A device that has no conversation yet goes on with the newest, unless it has begun one.
     const untouched = !known && !state.runs.length && !state.transcript.lines.length;
     if (untouched && conversations.length) openConversation(conversations[0].id);
-    const { lines } = await api.get(`conversations/${conversation}`);
-    const age = (/** @type {number} */ at) => Math.max(0, Date.now() - at * 1000);
-    dispatch({ type: "recalled", lines: lines.map((/** @type {any} */ line) => ({ ...line, age: age(line.at) })) });
-    dispatch({ type: "listed", runs: await listed() });
+    const { lines, now } = await api.get(`conversations/${conversation}`);
+    // Lines and cards find their order by one clock, the server's, however long each list takes to come.
+    const origin = performance.now() - now * 1000;
+    dispatch({ type: "recalled", lines: lines.map((/** @type {any} */ line) => ({ ...line, at: placed(origin, line.at) })) });
+    dispatch({ type: "listed", runs: await listed(), origin });
   } catch (error) {
     const { message, status } = explained(error);
     if (status === 401) askForToken(why ? `${why} ${ENTER_TOKEN}` : api.token ? "That token was not accepted. Check it and try again." : NO_TOKEN);

@@ -221,19 +221,25 @@ const SAID = {
   lost: "hermes-voice was restarted, and Hermes's question cannot be answered any more. Hermes goes on without it in a while; you can also stop the task.",
 };
 
+/** How a question came to its end, as its card says it. @param {{reason: string, choice?: string}} closed */
+export function outcomeOf({ reason, choice }) {
+  if (reason !== "answered" || !choice) return reason;
+  return choice === "deny" ? "denied" : "allowed";
+}
+
 /** Hermes does not wait for it any more. @param {State} state @param {Run} run @param {any} update @returns {Step} */
-export function closes(state, run, { request_id: requestId, reason }) {
+export function closes(state, run, { request_id: requestId, reason, choice }) {
   const question = run.question;
   if (!question || question.requestId !== requestId || question.stage === "closed") return [state, []];
   const delegation = delegationOf(state, run.key);
   const told = SAID[reason] ? say(state, "notice", [SAID[reason]], delegation, run.key) : state;
   const noted = SAID[reason] ? doing() : (/** @type {State} */ s) => note(s, CLOSED_NOTES[reason] ?? CLOSED_NOTES.run_ended, delegation);
-  return chain(told, (s) => over(s, run, question, reason), noted, releaseCaptured);
+  return chain(told, (s) => over(s, run, question, outcomeOf({ reason, choice })), noted, releaseCaptured);
 }
 
-/** @param {State} state @param {Run} run @param {Question} question @param {string} reason @returns {Step} */
-function over(state, run, question, reason) {
-  const closed = questionChanged(state, run.key, { stage: "closed", closedAt: state.now, outcome: question.outcome || reason });
+/** @param {State} state @param {Run} run @param {Question} question @param {string} outcome @returns {Step} */
+function over(state, run, question, outcome) {
+  const closed = questionChanged(state, run.key, { stage: "closed", closedAt: state.now, outcome: question.outcome || outcome });
   return [unsay(closed, (piece) => piece.kind === "question" && piece.run === run.key), []];
 }
 

@@ -29,18 +29,19 @@
 //   4. The server is told what was heard until it knows, in a call or not.
 
 import { progressWords, sayAt, waitingWords } from "./progress.js";
-import { ask, asks, closedWithRun, closes, releaseCaptured } from "./questions.js";
+import { ask, asks, closedWithRun, closes, outcomeOf, releaseCaptured } from "./questions.js";
 import * as speech from "./speech.js";
-import { assign, chain, changed, delegationOf, delegationsOf, doing, each, isAsking, isHeld, note, noteAll, notify, say, unsay } from "./state.js";
+import { assign, chain, changed, delegationOf, delegationsOf, doing, each, isAsking, isHeld, note, noteAll, notify, placed, say, unsay } from "./state.js";
 import { workingWords } from "./status.js";
 import * as transcript from "./transcript.js";
 import { cut, fits } from "./wire.js";
 
-/** @import { Effect, EventRule, Rule, Run, State, Step } from "./state.js" */
+/** @import { Effect, EventRule, Question, Rule, Run, State, Step } from "./state.js" */
 /** @typedef {(state: State, run: Run, update: any) => Step} UpdateRule */
 
 const RUNS_KEPT = 100;
-const TOOLS_KEPT = 50;
+const TOOLS_KEPT = 50; // the server keeps as many
+const QUESTIONS_KEPT = 50;
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
 const POLL_MS = 1000; // between two looks at a run whose stream is held back
@@ -61,7 +62,7 @@ export function delegate(state, key, ids) {
   const lines = transcript.request(state.transcript);
   const [handed, batch] = transcript.hand(state.transcript);
   const request = lines.findLast((line) => line.speaker === "user")?.text ?? "";
-  const run = { ...newRun(state, key, null, request), lines, batches: [batch] };
+  const run = { ...newRun(state, key, null, request), lines, batch, batches: [batch] };
   const next = { ...state, transcript: handed, heardAt: state.now, actedAt: state.now, handed: batch };
   return [assign(withRuns(next, [...state.runs, run]), ids, "sent", key), [{ do: "delegate", key, lines }]];
 }
@@ -74,7 +75,7 @@ function withRuns(state, runs) {
 /** @param {State} state @param {string} key @param {string | null} runId @param {string} request @returns {Run} */
 function newRun(state, key, runId, request) {
   return {
-    key, runId, request, about: request, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null,
+    key, runId, request, about: request, batch: 0, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null, earlier: [],
     result: null, seq: 0, since: state.now, stopAsked: false, stopSaid: false, retries: 0, following: true, followAt: 0, held: false, pollAt: 0, noted: "",
     notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
   };
@@ -85,18 +86,36 @@ export function listed(state, event) {
   const known = new Set(state.runs.map((run) => run.runId));
   /** @type {any[]} */
   const unknown = event.runs.filter((/** @type {any} */ run) => !known.has(run.run_id));
+  // A clock that was set back may have put something into the future.
+  const past = (/** @type {number} */ seconds) => Math.min(state.now, placed(event.origin, seconds));
   const runs = unknown.map((run) => ({
     ...newRun(state, run.run_id, run.run_id, run.request),
-    at: state.now - run.seconds * 1000,
+    ...questionsOf(state, run, past),
+    at: past(run.ended_at ?? run.created),
+    since: state.now - run.seconds * 1000,
     attempt: -1,
     state: run.state,
+    tools: run.tools.map(toolOf),
+    progress: run.progress,
+    seq: run.seq,
     following: !run.result,
     result: run.result && resultOf(run.result),
     owed: run.result?.say ?? [],
     claim: run.result && !run.delivered && run.result.say?.length ? /** @type {const} */ ("due") : /** @type {const} */ (""),
   }));
-  const follow = runs.filter((run) => run.following).map((run) => ({ do: "follow", key: run.key, runId: run.runId, after: 0 }));
+  const follow = runs.filter((run) => run.following).map((run) => ({ do: "follow", key: run.key, runId: run.runId, after: run.seq }));
   return [withRuns(state, [...runs, ...state.runs]), follow];
+}
+
+/** A run's questions as the list has them: the newest, and those before it. @param {State} state @param {any} run @param {(seconds: number) => number} past @returns {Pick<Run, "question" | "earlier">} */
+function questionsOf(state, run, past) {
+  const empty = newRun(state, run.run_id, run.run_id, run.request);
+  const questions = run.questions.map((/** @type {any} */ listed) => {
+    const [asked] = asks({ ...state, runs: [empty] }, empty, listed);
+    const question = /** @type {Question} */ (asked.runs[0].question);
+    return listed.reason ? { ...question, stage: "closed", outcome: outcomeOf(listed), closedAt: past(listed.ended_at) } : question;
+  });
+  return { question: questions.at(-1) ?? null, earlier: questions.slice(0, -1) };
 }
 
 /** @param {any} done */
@@ -110,7 +129,7 @@ function resultOf(done) {
 const UPDATES = {
   run: ran,
   tool,
-  approval: asks,
+  approval: asked,
   approval_closed: closes,
   progress: (state, run, update) => [changed(state, run.key, (r) => ({ ...r, progress: update.text })), []],
   steered: (state, run) => note(state, "The user's words were handed to Hermes, which is still working.", delegationOf(state, run.key)),
@@ -170,9 +189,23 @@ function joined(state, run, into, reached) {
   );
 }
 
+/** @param {any} update @returns {Run["tools"][number]} */
+function toolOf({ status, label, preview = "" }) {
+  return { status, label, preview };
+}
+
+/** Hermes asks. What it asked before stays on the card. @type {UpdateRule} */
+function asked(state, run, update) {
+  const before = run.question;
+  if (!before || before.requestId === update.request_id) return asks(state, run, update);
+  const closed = { ...before, stage: /** @type {const} */ ("closed"), outcome: before.outcome || "timeout" };
+  const kept = changed(state, run.key, (r) => ({ ...r, earlier: [...r.earlier, closed].slice(1 - QUESTIONS_KEPT) }));
+  return asks(kept, run, update);
+}
+
 /** @type {UpdateRule} */
 function tool(state, run, update) {
-  const entry = { status: update.status, label: update.label, preview: update.preview ?? "" };
+  const entry = toolOf(update);
   const open = run.tools.findLastIndex((t) => t.status === "running" && t.label === entry.label);
   const tools = open >= 0 && entry.status !== "running"
     ? run.tools.map((t, n) => (n === open ? { ...entry, preview: entry.preview || t.preview } : t))
@@ -216,7 +249,7 @@ function goOn(state, run, update) {
   const after = newRun(state, key, key, transcript.lastAsked(state.transcript));
   const next = { ...(known ? state : withRuns(state, [...state.runs, after])), delegations: moved };
   const { continued_by: _, ...rest } = update;
-  const ended = changed(next, run.key, (r) => ({ ...r, result: null }));
+  const ended = changed(next, run.key, (r) => ({ ...r, result: null, request: update.request ?? r.request }));
   return chain(ended, (s) => done(s, run, rest), doing(...(known ? [] : [{ do: "follow", key, runId: key, after: 0 }])));
 }
 

@@ -27,12 +27,15 @@ import { thinking } from "./wire.js";
  *   `saidAt`: when something of it was last said; `reminded`: so many reminders were due
  * @typedef {{key: string, runId: string | null, at: number, request: string, about: string, state: string,
  *   tools: {status: string, label: string, preview: string}[], progress: string,
- *   question: Question | null, result: {finish: string, show: string, error: string} | null,
- *   seq: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
+ *   question: Question | null, earlier: Question[], result: {finish: string, show: string, error: string} | null,
+ *   seq: number, batch: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
  *   stopAsked: boolean, stopSaid: boolean, retries: number, following: boolean, followAt: number,
  *   held: boolean, pollAt: number,
  *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
  *   owed: string[], claim: "" | "due" | "asked" | "mine" | "heard" | "told", claimAt: number}} Run
+ *   `at`: where its card stands, at first when it began and then when it ended.
+ *   `earlier`: the questions before the newest, all of them closed.
+ *   `batch`: of the words it began with.
  *   `about` is the request it began with, `request` the newest that it answers.
  *   `owed` is what is to be said of its end, `claim` how far that is, `claimAt` when the server
  *   is asked again about it, `attempt` the call in which it was asked.
@@ -194,16 +197,48 @@ export function notify(state, level, text, offersCall = false) {
   return { ...state, counter: state.counter + 1, notices: [...state.notices, notice].slice(-NOTICES_KEPT) };
 }
 
+/**
+ * What the log shows, in the order it happened: lines where they began, cards where their task
+ * began and, once it has ended, where it ended. Where the clock cannot tell, words stand before
+ * the task that they became.
+ * @param {State} state
+ */
+export function inOrder({ transcript: { lines }, runs, notices }) {
+  const shown = [
+    ...lines.filter(transcript.textOf).map((line) => ({ kind: /** @type {const} */ ("line"), at: line.at, line })),
+    ...runs.map((run) => ({ kind: /** @type {const} */ ("run"), at: run.at, run })),
+    ...notices.map((notice) => ({ kind: /** @type {const} */ ("notice"), at: notice.at, notice })),
+  ];
+  return shown.sort((a, b) => a.at - b.at);
+}
+
+/**
+ * A moment of the server's on this page's clock, in whole milliseconds, so that what has one
+ * time there has one time here. `origin`: when the server's clock stood at 0.
+ * @param {number} origin @param {number} seconds
+ */
+export function placed(origin, seconds) {
+  return Math.round(origin + seconds * 1000);
+}
+
 /** Keep what the server does not have yet. @type {Rule} */
 export function keep(state) {
   const lines = transcript.unsaved(state.transcript).map((line) => ({
     key: `${state.page}_${line.key}`,
     speaker: line.speaker,
     text: transcript.textOf(line),
+    age_seconds: Math.round(state.now - line.at) / 1000,
+    ...handedWith(state, line),
   }));
   const saved = { ...state, linesAt: 0, transcript: transcript.save(state.transcript) };
   const starts = lines.map((_, n) => n).filter((n) => n % KEEP_LINES === 0);
   return [saved, starts.map((n) => ({ do: "keep", lines: lines.slice(n, n + KEEP_LINES) }))];
+}
+
+/** The request that took a line's words: the server's clock may not tell which of the two came first. @param {State} state @param {transcript.Line} line */
+function handedWith(state, line) {
+  const run = state.runs.find(({ batch }) => batch && line.fragments.some((fragment) => fragment.batch === batch));
+  return run ? { delegation: run.key } : {};
 }
 
 // ---- delegations, runs and questions

@@ -309,7 +309,7 @@ export function isRecalled(transcript) {
 /**
  * Lines of an earlier page: shown and taken along as history, but handed over long ago.
  * @param {Transcript} transcript
- * @param {{speaker: "user" | "assistant", text: string, age: number}[]} lines `age` in ms
+ * @param {{speaker: "user" | "assistant", text: string, at: number}[]} lines `at`: when they began
  * @param {number} at
  * @returns {Transcript}
  */
@@ -320,7 +320,7 @@ export function recall(transcript, lines, at) {
     typed: true,
     session: -1,
     fragments: [{ text: line.text, startMs: 0, endMs: 0, batch: -1, at }],
-    at: at - line.age,
+    at: Math.min(at, line.at), // by the server's clock, which may have been set back
     saved: line.text.trim().length,
   }));
   return { ...transcript, lines: [...earlier, ...transcript.lines].slice(-LINES_KEPT), next: transcript.next + lines.length };

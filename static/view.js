@@ -2,7 +2,7 @@
 
 import { parse, toNodes } from "./markdown.js";
 import { mayClick } from "./questions.js";
-import { isAsking } from "./state.js";
+import { inOrder, isAsking } from "./state.js";
 import { costOf, statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
 
@@ -66,6 +66,9 @@ const demoWords = find("demo-words", HTMLInputElement);
 
 export const voice = find("voice", HTMLAudioElement);
 
+const NEAR_END_PX = 80; // from its end, the log is taken to be there
+const MARGIN_PX = 8; // above an answer that begins at the log's top
+
 /** @typedef {Map<string, {element: HTMLElement, shown: string}>} Drawn */
 /** @type {Drawn} */
 const items = new Map();
@@ -73,6 +76,8 @@ const items = new Map();
 const asked = new Map();
 /** Whether the log shows its end, and shall go on to. */
 let atEnd = true;
+/** How far the log was scrolled when that was last looked at. */
+let scrolled = 0;
 /** @typedef {{start(): void, approve(key: string, requestId: string, choice: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
 /** @type {Actions} */
 let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
@@ -86,7 +91,7 @@ let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
  */
 export function bind(callbacks) {
   actions = callbacks;
-  log.addEventListener("scroll", () => (atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80));
+  log.addEventListener("scroll", noteScroll);
   start.addEventListener("click", callbacks.start);
   // The second click of a double click on "Start call" lands here.
   hangUp.addEventListener("click", (event) => event.detail < 2 && callbacks.hangUp());
@@ -293,14 +298,61 @@ function show(element, text) {
 
 /** @param {State} state */
 function renderLog(state) {
-  const newest = state.notices.at(-1);
-  const wanted = [
-    ...state.transcript.lines.filter(textOf).map((line) => ({ key: `line${line.key}`, at: line.at, draw: drawLine, data: { speaker: line.speaker, text: textOf(line) } })),
-    ...state.runs.map((run) => ({ key: `run${run.key}`, at: run.at, draw: drawRun, data: carded(run, state) })),
-    ...state.notices.map((notice) => ({ key: `notice${notice.key}`, at: notice.at, draw: drawNotice, data: { ...notice, offersCall: notice.offersCall && state.phase === "idle" && notice === newest } })),
-  ].sort((a, b) => a.at - b.at);
-  draw(log, items, wanted);
-  if (atEnd) log.scrollTop = log.scrollHeight;
+  noteScroll();
+  const held = atEnd ? null : firstInView();
+  const heldAt = held?.offsetTop ?? 0;
+  const came = newAnswers(state);
+  draw(log, items, inOrder(state).map((item) => drawnAs(item, state)));
+  const begins = came.map(longAnswer).find((top) => top !== null);
+  if (atEnd && begins) {
+    log.scrollTop = begins - MARGIN_PX;
+    atEnd = false;
+  } else if (atEnd) log.scrollTop = log.scrollHeight;
+  else if (held?.isConnected) log.scrollTop += held.offsetTop - heldAt;
+  scrolled = log.scrollTop;
+}
+
+/** Where an answer that the log cannot show whole is read from, as the voice reads it; null for a shorter one. @param {string} key */
+function longAnswer(key) {
+  const card = items.get(key)?.element;
+  const answer = /** @type {HTMLElement | null | undefined} */ (card?.querySelector(".answer"));
+  if (!card || !answer) return null;
+  // Many questions may stand before it.
+  const begins = answer.offsetTop - card.offsetTop < log.clientHeight / 2 ? card.offsetTop : answer.offsetTop;
+  return card.offsetTop + card.offsetHeight - begins > log.clientHeight - 2 * MARGIN_PX ? begins : null;
+}
+
+/** The reader may have scrolled: to the end, which then stays in view, or away from it. */
+function noteScroll() {
+  if (log.scrollTop === scrolled) return;
+  scrolled = log.scrollTop;
+  atEnd = log.scrollHeight - scrolled - log.clientHeight < NEAR_END_PX;
+}
+
+/** What the reader has before them, which stays there whatever moves; a line, since cards move themselves. */
+function firstInView() {
+  const inView = [...items.values()].map(({ element }) => element).filter((element) => {
+    const top = element.offsetTop - log.scrollTop;
+    return top < log.clientHeight && top + element.offsetHeight > 0;
+  });
+  return inView.find((element) => !element.matches(".card")) ?? inView[0] ?? null;
+}
+
+/** The keys of answers that have just come, oldest first; not of those that were heard of on an earlier page. @param {State} state */
+function newAnswers(state) {
+  const isNews = (/** @type {Run} */ run) => {
+    const drawn = items.get(`run${run.key}`)?.element;
+    return drawn ? !drawn.querySelector(".answer") : run.attempt >= 0 || isNew(run, state);
+  };
+  return state.runs.filter((run) => run.result?.show && isNews(run)).map(({ key }) => `run${key}`);
+}
+
+/** @param {ReturnType<typeof inOrder>[number]} item @param {State} state */
+function drawnAs(item, state) {
+  if (item.kind === "line") return { key: `line${item.line.key}`, draw: drawLine, data: { speaker: item.line.speaker, text: textOf(item.line) } };
+  if (item.kind === "run") return { key: `run${item.run.key}`, draw: drawRun, data: carded(item.run, state) };
+  const offersCall = item.notice.offersCall && state.phase === "idle" && item.notice === state.notices.at(-1);
+  return { key: `notice${item.notice.key}`, draw: drawNotice, data: { ...item.notice, offersCall } };
 }
 
 /**
@@ -354,6 +406,11 @@ const FINISHED = {
   unknown: "Outcome unknown",
 };
 
+/** Whether nobody was told of its end. @param {Run} run @param {State} state */
+function isNew(run, state) {
+  return ["due", "mine"].includes(run.claim) && state.phase === "idle";
+}
+
 /** What a run's card shows of it. @param {Run} run @param {State} state */
 function visible(run, state) {
   const question = run.question;
@@ -361,7 +418,7 @@ function visible(run, state) {
     key: run.key,
     request: run.request,
     state: run.result ? (FINISHED[run.result.finish] ?? "Ended") : workingLabel(run),
-    isNew: ["due", "asked"].includes(run.claim) && state.phase === "idle",
+    isNew: isNew(run, state),
     failed: !!run.result && !["stop", "cancelled"].includes(run.result.finish),
     progress: run.result ? "" : run.progress,
     tools: run.tools,
@@ -371,7 +428,7 @@ function visible(run, state) {
       open: question.stage !== "closed",
       busy: question.stage === "answering",
       mayClick: mayClick(question, state.now),
-      left: Math.max(0, Math.ceil((question.until - state.now) / 1000)),
+      seconds: Math.max(0, Math.ceil((question.until - state.now) / 1000)),
       stage: "",
     },
   };
@@ -379,8 +436,8 @@ function visible(run, state) {
 
 /** The same for the log, where a question appears once it is answered. @param {Run} run @param {State} state */
 function carded(run, state) {
-  const shown = visible(run, state);
-  return { ...shown, question: shown.question?.open ? null : shown.question };
+  const closed = [...run.earlier, run.question].filter((question) => question?.stage === "closed");
+  return { ...visible(run, state), question: null, questions: closed };
 }
 
 /** @param {Run} run */
@@ -391,7 +448,7 @@ function workingLabel(run) {
   return "Working…";
 }
 
-/** @param {HTMLElement} element @param {ReturnType<typeof visible>} run */
+/** @param {HTMLElement} element @param {ReturnType<typeof carded>} run */
 function drawRun(element, run) {
   const open = element.querySelector("details")?.open ?? false;
   element.className = run.failed ? "card failed" : "card";
@@ -401,7 +458,7 @@ function drawRun(element, run) {
   head.append(make("p", "request", run.request), make("p", "state", run.isNew ? `New: ${run.state}` : run.state));
   const parts = /** @type {Node[]} */ ([head]);
   if (run.progress) parts.push(make("p", "progress", run.progress));
-  if (run.question) parts.push(drawAnsweredQuestion(run.question));
+  parts.push(...run.questions.flatMap((question) => (question ? [drawAnsweredQuestion(question)] : [])));
   if (run.answer) {
     const answer = make("div", "answer");
     answer.append(toNodes(parse(run.answer)));
@@ -440,7 +497,7 @@ const OUTCOMES = {
   lost: "hermes-voice was restarted, so it could not be answered any more.",
 };
 
-/** @typedef {NonNullable<ReturnType<typeof visible>["question"]>} ShownQuestion */
+/** @typedef {Omit<NonNullable<Run["question"]>, "stage">} ShownQuestion */
 
 const LONG_CHARS = 150; // of a command; its end may be out of sight
 // Words that are written from right to left, codes of what cannot be seen, and tabs.
@@ -514,7 +571,7 @@ function drawOpenQuestion(element, { key, question }) {
   }
   for (const button of element.querySelectorAll("button")) button.disabled = !question.mayClick;
   const left = /** @type {HTMLElement} */ (element.firstElementChild);
-  show(left, question.busy ? "Passing your answer on…" : `${question.left} s left. ${question.note}`);
+  show(left, question.busy ? "Passing your answer on…" : `${question.seconds} s left. ${question.note}`);
 }
 
 /** @param {string} key @param {string} requestId @param {string} choice */

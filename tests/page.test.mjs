@@ -4,7 +4,9 @@
 //
 //   event    as `step` takes it. The time goes on by {"wait": ms}, in ticks 200 ms apart;
 //            `at` is this time, `attempt` the newest, `id` of heard words a new one, and the
-//            `seq` of an update the next of its run, where they are not given. `"sent":
+//            `seq` of an update the next of its run, where they are not given. A listed run began
+//            `seconds` ago, and has no step and no question, unless they are given; `now` is the
+//            server's time in seconds. A recalled line began `age` ms ago. `"sent":
 //            "newest"` is the id of the newest thing to say, `"text": "newest"` its words. "begin": "live" puts a trace
 //            into a call: dialled at 0, started at 1000; "working" into one in which the run
 //            r1 works since 2000 on the delegation d1, "Check staging."
@@ -13,7 +15,8 @@
 //            kept is shown in a trace with "keeps": true, and that a claim is kept up, given
 //            back, or an answer was told, with "tells": true.
 //   state    what must be so after it, a part of the state; `status` is the status line, `cost`
-//            what the screen says of the price, `pending` what Hermes has not been given yet, `waiting` what waits to be said.
+//            what the screen says of the price, `pending` what Hermes has not been given yet, `waiting` what waits to be said,
+//            `shown` what the log shows, in its order.
 //
 // A `*` in an expected text stands for any text.
 
@@ -30,6 +33,7 @@ import * as meter from "../static/meter.js";
 import { isOneOf } from "../static/phrases.js";
 import { readSettings } from "../static/settings.js";
 import * as speech from "../static/speech.js";
+import { inOrder } from "../static/state.js";
 import { costOf, statusOf } from "../static/status.js";
 import * as transcript from "../static/transcript.js";
 import * as watch from "../static/watch.js";
@@ -81,6 +85,12 @@ class Watched {
     const whole = { at: this.now, ...event };
     if (OF_SESSION.includes(event.type)) whole.attempt ??= this.state.attempt;
     if (event.sent === "newest") whole.sent = this.sent.findLast((id) => id.startsWith("say_"));
+    if (event.type === "listed") {
+      const now = event.now ?? this.now / 1000;
+      whole.origin = this.now - now * 1000;
+      whole.runs = event.runs.map((run) => ({ created: now - run.seconds, ended_at: null, progress: "", tools: [], questions: [], seq: 0, ...run }));
+    }
+    if (event.type === "recalled") whole.lines = event.lines.map(({ age, ...line }) => ({ at: this.now - age, ...line }));
     if (event.type === "heard") whole.id ??= `event_${this.#fragments++}`;
     if (event.text === "newest") whole.text = this.words;
     if (event.type === "update") {
@@ -110,7 +120,7 @@ class Watched {
 
   #checkBounds() {
     const { transcript: said, speech: queue, runs, notices, delegations, held, flow } = this.state;
-    const sizes = [said.lines, said.seen, queue.waiting, queue.kept, queue.unheard, queue.last, runs, notices, delegations, held, flow.told, ...runs.map((run) => run.tools)];
+    const sizes = [said.lines, said.seen, queue.waiting, queue.kept, queue.unheard, queue.last, runs, notices, delegations, held, flow.told, ...runs.flatMap((run) => [run.tools, run.earlier])];
     for (const list of [...sizes, ...said.lines.map((line) => line.fragments)]) assert.ok(list.length <= 500, "a list has no bound");
   }
 }
@@ -142,6 +152,7 @@ function seen(state) {
     cost: costOf(state).ours,
     pending: transcript.pending(state.transcript).map((line) => line.text),
     waiting: state.speech.waiting.map((piece) => piece.text),
+    shown: inOrder(state).map(({ line, run, notice }) => (line ? `${line.speaker}: ${transcript.textOf(line)}` : run ? `task: ${run.request}` : `notice: ${notice.text}`)),
   };
 }
 

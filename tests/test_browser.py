@@ -1,7 +1,9 @@
 """The page in a real browser, with a scripted Hermes: its controls, and what can go wrong."""
 
 import contextlib
+import json
 import threading
+import urllib.request
 
 import pytest
 from live_service import LiveService
@@ -446,3 +448,188 @@ def test_nothing_is_wider_than_the_screen(browser, width):
 
         assert line.page.evaluate("document.documentElement.scrollWidth") <= width
         assert line.page.evaluate("document.getElementById('log').scrollWidth") <= width
+
+
+SCREENS = [(320, 568), (390, 844), (1280, 800)]
+screens = pytest.mark.parametrize(("width", "height"), SCREENS)
+
+
+def fill_log(line, count=80):
+    """Give the conversation lines, and show them."""
+    lines = [
+        {"key": f"k{number}", "speaker": ("user", "assistant")[number % 2], "text": f"Line {number}. " * 9}
+        for number in range(count)
+    ]
+    url = f"{line.sidecar.url}conversations/{conversation_of(line.page)}/lines"
+    kind = {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps({"lines": lines}).encode(), kind)).close()
+    line.page.reload()
+    expect(line.log).to_contain_text(f"Line {count - 1}.")
+
+
+def scrolled(line):
+    """How far the document is scrolled and can be, and the log."""
+    return line.page.evaluate(
+        """() => {
+            const { scrollTop, scrollLeft, scrollHeight, clientHeight } = document.scrollingElement;
+            const log = document.getElementById("log");
+            const beyond = [scrollHeight - clientHeight, document.body.scrollHeight - innerHeight];
+            return { document: [scrollTop, scrollLeft, ...beyond, scrollY], log: log.scrollTop };
+        }"""
+    )
+
+
+@screens
+@pytest.mark.parametrize("asking", [False, True])
+def test_nothing_scrolls_but_the_log(browser, width, height, asking):
+    asked = event("approval.request", command="rm -rf /x " * 40, description="it deletes", choices=["once"])
+    with Line(browser, hermes_that(asked, threading.Event()) if asking else answering("Yes.")) as line:
+        line.page.set_viewport_size({"width": width, "height": height})
+        fill_log(line)
+        if asking:
+            line.type("Clean up.")
+            expect(line.button("Allow once")).to_be_enabled()
+        still = [0] * 5
+        at_end = scrolled(line)
+        assert at_end["document"] == still
+        assert at_end["log"] > 0
+
+        for place in ("log", "header", "footer", "main"):
+            line.page.locator(f"#{place}" if place == "log" else place).first.hover(force=True)
+            for distance in (5000, -700, 5000, -700):
+                line.page.mouse.wheel(0, distance)
+        line.live.wait_for(lambda: scrolled(line)["log"] < at_end["log"])
+        assert scrolled(line)["document"] == still
+        line.page.evaluate("document.activeElement.blur()")
+        for key in ("End", "PageDown", "Space", "ArrowDown", "PageUp", "Home", "Tab", "End", "Space"):
+            line.page.keyboard.press(key)
+            assert scrolled(line)["document"] == still, key
+        line.page.evaluate("window.scrollTo(0, 10000)")
+        assert scrolled(line)["document"] == still
+
+
+LONG = "\n\n".join(f"Paragraph {number} of a long answer. " * 3 for number in range(60))
+
+
+def top_of(line, item):
+    """How far below the log's top something begins."""
+    return item.bounding_box()["y"] - line.log.bounding_box()["y"]
+
+
+def from_end(line):
+    """How far the log is from its end."""
+    return line.log.evaluate("log => log.scrollHeight - log.scrollTop - log.clientHeight")
+
+
+@screens
+def test_a_long_answer_is_shown_from_its_beginning_and_stays_there(browser, width, height):
+    gate = threading.Event()
+    with Line(browser, hermes_that(gate, event("run.completed", output=LONG))) as line:
+        line.page.set_viewport_size({"width": width, "height": height})
+        fill_log(line)
+        line.type("Tell me all.")
+        expect(line.card).to_contain_text("Working")
+        assert from_end(line) < 1
+        gate.set()
+
+        expect(line.card).to_contain_text("Paragraph 59")
+        assert 0 <= top_of(line, line.card) < 20
+        line.type("And again.")
+        expect(line.card).to_have_count(2)
+        expect(line.card.last).to_contain_text("Paragraph 59")
+        assert 0 <= top_of(line, line.card.first) < 20
+        line.log.hover()
+        line.page.mouse.wheel(0, 300)
+        line.live.wait_for(lambda: top_of(line, line.card.first) < -200)
+        read_at = top_of(line, line.card.first)
+        line.type("And more.")
+        expect(line.card).to_have_count(3)
+        expect(line.card.last).to_contain_text("Paragraph 59")
+        assert abs(top_of(line, line.card.first) - read_at) < 1
+        line.log.evaluate("log => log.scrollTo(0, log.scrollHeight)")
+        line.type("And now?")
+        expect(line.card).to_have_count(4)
+        expect(line.card.last).to_contain_text("Paragraph 59")
+        assert 0 <= top_of(line, line.card.last) < 20
+
+
+QUESTIONS = [
+    asked
+    for number in range(8)
+    for asked in (
+        event("approval.request", command=f"rm -rf /srv/{number}", description="", choices=["once", "deny"]),
+        event("approval.responded", choice="once", resolved=1),
+    )
+]
+
+
+@screens
+def test_a_long_answer_after_many_questions_is_shown_from_its_own_beginning(browser, width, height):
+    hermes = hermes_that(*QUESTIONS, event("run.completed", output=LONG))
+    with Line(browser, hermes) as line:
+        line.page.set_viewport_size({"width": width, "height": height})
+        line.type("Clean up.")
+
+        expect(line.card).to_contain_text("Paragraph 59")
+        assert 0 <= top_of(line, line.card.locator(".answer")) < 20
+
+
+@screens
+def test_a_small_answer_after_many_questions_leaves_the_log_at_its_end(browser, width, height):
+    with Line(browser, hermes_that(*QUESTIONS, event("run.completed", output="Done with all."))) as line:
+        line.page.set_viewport_size({"width": width, "height": height})
+        line.type("Clean up.")
+
+        expect(line.card).to_contain_text("Done with all.")
+        assert from_end(line) < 1
+
+
+@screens
+def test_a_small_answer_leaves_the_log_at_its_end(browser, width, height):
+    with Line(browser, answering("It rains.")) as line:
+        line.page.set_viewport_size({"width": width, "height": height})
+        fill_log(line)
+
+        for number in (1, 2):
+            line.type("What is the weather?")
+            expect(line.card).to_have_count(number)
+            expect(line.card.last).to_contain_text("It rains.")
+            assert from_end(line) < 1
+
+
+@screens
+@pytest.mark.parametrize("answer", [LONG, "It rains."])
+def test_a_reader_who_scrolled_up_is_not_moved(browser, width, height, answer):
+    """Nor by the card above, which goes to where its answer came."""
+    gate = threading.Event()
+    with Line(browser, hermes_that(gate, event("run.completed", output=answer))) as line:
+        line.page.set_viewport_size({"width": width, "height": height})
+        refuse = "navigator.mediaDevices.getUserMedia = () => Promise.reject(new DOMException('', name));"
+        line.page.evaluate(f"name => {{ {refuse} }}", "NotFoundError")
+        line.type("Tell me all.")
+        expect(line.card).to_contain_text("Working")
+        notices = line.log.get_by_text("No microphone was found")
+        for number in range(1, 31):
+            line.button("Start call").click()
+            expect(notices).to_have_count(number)
+        line.log.evaluate("log => { log.scrollTop = log.querySelector('.notice').offsetTop + 10; }")
+        assert top_of(line, line.card) < 0
+        read_at = top_of(line, notices.nth(2))
+
+        gate.set()
+
+        expect(line.card).to_contain_text(answer[-20:].strip())
+        assert top_of(line, line.card) > top_of(line, notices.last)
+        assert abs(top_of(line, notices.nth(2)) - read_at) < 1
+
+
+def test_an_answer_that_nobody_has_seen_is_shown_from_its_beginning_by_the_next_page(browser):
+    with Line(browser, answering(LONG)) as line:
+        fill_log(line)
+        line.type("Tell me all.")
+        expect(line.card).to_contain_text("Paragraph 59")
+
+        line.page.reload()
+
+        expect(line.card).to_contain_text("Paragraph 59")
+        assert 0 <= top_of(line, line.card) < 20

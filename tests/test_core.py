@@ -28,6 +28,8 @@ from hermes_voice import (
     HISTORY_CHARS,
     HISTORY_MESSAGES,
     PIECE_BYTES,
+    QUESTIONS_KEPT,
+    RECORD_SECONDS,
     REQUEST_CHARS,
     RUN_UPDATES,
     RUNS_LIMIT,
@@ -35,6 +37,7 @@ from hermes_voice import (
     SHOW_CHARS,
     SKIPPED_LIMIT,
     SPOKEN_CHARS,
+    TOOLS_KEPT,
     TRANSCRIPT_CHARS,
     TRANSCRIPT_MESSAGES,
     UPDATES_LIMIT,
@@ -44,6 +47,7 @@ from hermes_voice import (
     RunBook,
     RunStream,
     SSEDecoder,
+    Timeline,
     TooMany,
     exact_words,
     has_request,
@@ -2621,6 +2625,173 @@ def test_updates_are_numbered_and_the_newest_are_kept():
     numbers = [update["seq"] for update in run.updates]
     assert len(numbers) == UPDATES_LIMIT
     assert numbers == list(range(run.seq - UPDATES_LIMIT + 1, run.seq + 1))
+
+
+def read_at(run, now, *events):
+    """Let a run read events at a moment, in epoch seconds; the monotonic clock is 1000 behind."""
+    for each in events:
+        run.publish(run.stream.feed(each, now - 1000))
+    run.date(now, now - 1000)
+
+
+def test_what_a_page_shows_of_a_run_is_recorded():
+    run = Talk().started("d1")
+
+    read_at(run, 5000, event("tool.started", tool="terminal", preview="ls"))
+    read_at(run, 5001, event("message.interim", text="Looking."), event("tool.completed", tool="terminal"))
+    read_at(run, 5002, event("tool.started", tool="terminal", preview="rm a"))
+    read_at(run, 5003, event("approval.request", request_id="a", command="rm a", description="it deletes"))
+    open_question = dict(run.open_question)
+    read_at(run, 5010, event("approval.responded"), event("tool.completed", tool="terminal", error=True))
+    read_at(run, 5020, event("run.completed", output="Done."))
+
+    assert run.tools == [
+        {"status": "completed", "label": "running a command", "preview": "ls", "at": 5000, "ended_at": 5001},
+        {"status": "error", "label": "running a command", "preview": "rm a", "at": 5002, "ended_at": 5010},
+    ]
+    question = {
+        **{"request_id": "a", "bound": "a", "command": "rm a", "description": "it deletes"},
+        **{"choices": ["once", "deny"], "until": 5063, "reason": "", "choice": "", "at": 5003},
+    }
+    assert open_question == question
+    assert run.questions == [{**question, "reason": "answered", "ended_at": 5010}]
+    assert (run.open_question, run.progress, run.ended_at) == (None, "Looking.", 5020)
+
+
+def answered(run, choice):
+    run.stream.question.choice = choice
+    return run.stream.close_question("answered")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "choice"),
+    [
+        (lambda run: answered(run, "session"), "answered", "session"),
+        (lambda run: answered(run, ""), "answered", ""),
+        (lambda run: run.stream.close_question("timeout"), "timeout", ""),
+        (lambda run: run.stream.tick(10_000), "timeout", ""),
+        (lambda run: run.stream.ask_stop(), "run_ended", ""),
+        (lambda run: run.stream.give_up("unknown", "Lost."), "run_ended", ""),
+        (lambda run: [{"type": "done", "finish_reason": "stop"}], "run_ended", ""),
+        (lambda run: run.stream.feed(event("approval.request", request_id="b"), 0), "timeout", ""),
+    ],
+)
+def test_how_a_question_ended_is_recorded(end, reason, choice):
+    run = Talk().started("d1")
+    read_at(run, 5000, event("approval.request", request_id="a", command="rm a"))
+
+    run.publish(end(run))
+
+    assert (run.questions[0]["reason"], run.questions[0]["choice"]) == (reason, choice)
+
+
+def test_an_answer_that_reached_hermes_counts_more_than_the_end_that_was_heard_of_before_it():
+    run = Talk().started("d1")
+    read_at(run, 5000, event("approval.request", request_id="a", command="rm a"))
+    end(run)
+
+    run.note_answer("a", "answered", "deny")
+    run.note_answer("a", "timeout", "")
+
+    assert [(each["reason"], each["choice"]) for each in run.questions] == [("answered", "deny")]
+
+
+def test_the_record_of_a_run_is_bounded():
+    run = Talk().started("d1")
+
+    for number in range(TOOLS_KEPT + 10):
+        read_at(run, 5000 + number, event("tool.started", tool=f"t{number}"))
+    for number in range(QUESTIONS_KEPT + 10):
+        read_at(run, 6000, event("approval.request", request_id=f"q{number}", command="rm"))
+
+    assert [tool["label"] for tool in run.tools] == [f"using t{n}" for n in range(10, TOOLS_KEPT + 10)]
+    assert [each["request_id"] for each in run.questions] == [f"q{n}" for n in range(10, QUESTIONS_KEPT + 10)]
+
+
+def test_a_step_is_written_down_a_little_later_and_a_question_at_once():
+    run = Talk().started("d1")
+    run.note_saved(0)
+
+    read_at(run, 5000, event("tool.started", tool="terminal"))
+    assert not run.is_due(RECORD_SECONDS - 1)
+    assert run.is_due(RECORD_SECONDS)
+    run.note_saved(RECORD_SECONDS)
+    assert not run.is_due(1000)
+    for step in (event("approval.request", request_id="a"), event("approval.responded")):
+        read_at(run, 5001, step)
+        assert run.is_due(RECORD_SECONDS)
+        run.note_saved(RECORD_SECONDS)
+
+
+def test_a_run_is_named_by_the_newest_words_that_it_answers():
+    talk = Talk()
+    run = talk.started("d1", "Buy milk.")
+    assert run.asked == "Buy milk."
+
+    talk.steered(run, "d2", "And bread.")
+    assert run.asked == "And bread."
+    talk.steered(run, "d3", "And eggs.")
+    talk.book.unsteer(run, run.steers[-1])
+    assert run.asked == "And bread."
+    end(run, "failed")
+    after = talk.go_on(run)
+
+    assert (run.asked, after.asked) == ("Buy milk.", "And bread.")
+    assert run.final["request"] == "Buy milk."
+
+
+@pytest.mark.parametrize("passed", [0, 1, 30, 3600])
+@pytest.mark.parametrize("step", [-86_399, -3600, -0.5, 0, 1, 3600, 10**9])
+def test_time_never_goes_back_with_the_clock(passed, step):
+    timeline = Timeline(0, 50)
+    before = timeline.at(1_000_000, 100)
+
+    now = timeline.at(1_000_000 + passed + step, 100 + passed)
+
+    assert now == before + passed + max(0, step)
+
+
+def test_time_goes_on_from_what_was_written_down():
+    timeline = Timeline(1_000_000, 50)
+
+    assert timeline.at(999_000, 50) == 1_000_000
+    assert timeline.at(999_010, 60) == 1_000_010
+
+
+def test_a_clock_that_was_wrong_by_days_is_not_followed():
+    timeline = Timeline(2_000_000_000, 50)
+
+    assert timeline.at(1_800_000_000, 50) == 1_800_000_000
+
+
+def test_a_question_left_open_has_the_time_it_had():
+    asked = {"request_id": "a", "command": "rm a"}
+    book, run = RunBook(), Talk().started("d1")
+    read_at(run, 5000, event("approval.request", **asked))
+    run.stream = RunStream()
+    book.adopt(run)
+
+    book.take_up(run, 5020, 20)
+    run.publish(run.stream.settle({"status": "waiting_for_approval", "approval": asked}, 21, False))
+    run.date(5021, 21)
+
+    assert told(run, "approval")[-1]["seconds_left"] == 39
+    assert [(each["request_id"], each["until"], each["at"]) for each in run.questions] == [("a", 5060, 5000)]
+
+
+def test_a_question_left_open_that_ran_out_meanwhile_is_closed_and_not_asked_again():
+    asked = {"request_id": "a", "command": "rm a"}
+    book, run = RunBook(), Talk().started("d1")
+    read_at(run, 5000, event("approval.request", **asked))
+    run.stream = RunStream()
+    book.adopt(run)
+
+    book.take_up(run, 5060, 20)
+    run.publish(run.stream.settle({"status": "waiting_for_approval", "approval": asked}, 21, False))
+
+    assert told(run, "approval_closed")[-1]["reason"] == "timeout"
+    assert len(told(run, "approval")) == 1
+    assert [each["reason"] for each in run.questions] == ["timeout"]
 
 
 def test_a_question_carries_its_runs_id():

@@ -131,6 +131,74 @@ def test_a_run_is_stopped_and_stays_silent(line):
     assert not any("steps" in spoken.said for spoken in session.spoken if spoken.delegation_id)
 
 
+def shown(page):
+    """All that the log holds, folded or not, in its order."""
+    return page.get_by_role("log").evaluate("log => [...log.children].map((child) => child.textContent)")
+
+
+def test_a_reload_shows_what_was_shown_in_the_order_it_happened(line, browser, tmp_path):
+    victim = tmp_path / "victim"
+    for number in (1, 2):
+        (tmp_path / f"victim{number}").mkdir()
+    session = line.start("Listening")
+
+    session.user_says(f'Clean up. [[danger path="{victim}" n=2]]', delegate=True)
+    for choice, number in (("Allow once", 1), ("Deny", 2)):
+        expect(line.page.get_by_role("region", name="Hermes asks")).to_contain_text(
+            f"rm -rf {victim}{number}"
+        )
+        line.button(choice).click()
+    line.live.wait_spoken("Done with the dangerous part")
+    session.user_says('What is in it? [[tool cmd="echo found it"]]', delegate=True)
+    line.live.wait_spoken("The command ran")
+    line.type("And typed. [[plain]]")
+    expect(line.card.last).to_contain_text("Done")
+    line.live.wait_spoken("And typed")
+    line.button("Hang up").click()
+    expect(line.status).to_have_text("Off")
+    before = shown(line.page)
+
+    line.page.reload()
+    expect(line.card).to_have_count(3)
+    assert shown(line.page) == before
+    line.sidecar.crash_and_start_again()
+    line.page.reload()
+    expect(line.card).to_have_count(3)
+    assert shown(line.page) == before
+    other = line.sidecar.open(browser)
+    expect(other.get_by_role("article")).to_have_count(3)
+    assert shown(other) == before
+    other.context.close()
+
+    (first,) = [text for text in before if "You allowed it." in text]
+    assert first.index(f"{victim}1") < first.index("You allowed it.") < first.index("You denied it.")
+    assert "2 steps" in first
+    assert [(tmp_path / f"victim{number}").exists() for number in (1, 2)] == [False, True]
+
+
+def test_a_reload_in_the_middle_of_a_task_shows_its_steps_and_asks_its_question_for_the_time_it_has(
+    line, tmp_path
+):
+    victim = tmp_path / "victim"
+    line.type(f'Clean up. [[danger path="{victim}" n=2]]')
+    line.button("Allow once").click()
+    question = line.page.get_by_role("region", name="Hermes asks")
+    expect(question).to_contain_text(f"rm -rf {victim}2")
+    before = shown(line.page)
+    (run,) = line.runs()
+
+    line.page.reload()
+    expect(question).to_contain_text(f"rm -rf {victim}2")
+    assert shown(line.page) == before
+    assert before[0].startswith("You: Clean up.")
+    assert "You allowed it." in before[1]
+    left = int(question.locator(".left").text_content().split()[0])
+    assert 0 < left <= run["questions"][-1]["seconds_left"]
+    line.button("Deny").click()
+    expect(line.card).to_contain_text("Done with the dangerous part")
+    expect(line.card).to_contain_text("You denied it.")
+
+
 def test_a_page_reloaded_in_the_middle_of_a_run_still_gets_the_answer(line, gate):
     session = line.start("Listening")
 

@@ -1032,6 +1032,23 @@ def test_a_hermes_that_stays_away_leaves_the_outcome_unknown(bench):
     assert page.of("run", state="unreachable")
 
 
+def test_a_page_that_comes_while_hermes_is_away_is_told_so(bench):
+    b = bench(silent=SOON)
+    page = b.delegate("Work.")
+    run = b.hermes.run()
+    b.hermes.once("GET", "/v1/runs/run_1", *[reply(500)] * 1000)
+    page.wait("run", state="unreachable")
+
+    assert b.runs()[0]["state"] == "unreachable"
+    assert b.follow(page.run_id, page.updates[-1]["seq"]).of("run")[0]["state"] == "unreachable"
+    run.emit("tool.started", tool="terminal")
+    page.wait("run", state="running", count=2)
+    assert b.runs()[0]["state"] == "running"
+    run.end("completed", output="Done.")
+    page.done()
+    assert b.runs()[0]["state"] == "ended"
+
+
 def forget(b, run):
     """Let Hermes lose a run as a restart does."""
     b.hermes.runs.remove(run)
@@ -1204,6 +1221,38 @@ def test_a_question_is_answered_by_a_choice(bench, heard, choice, request_id, bo
     run.end("completed", output="Done.")
     page.done()
     assert len(page.of("approval_closed")) == 1
+
+
+@pytest.mark.parametrize("choice", ["once", "session", "deny"])
+def test_a_page_that_comes_later_is_told_all_that_was_shown(bench, choice):
+    b = bench(clock=Clock())
+    page, run, question = asked(b)
+    listed_open = b.runs()[0]
+    b.app.clock.now += 100
+    listed_later = b.runs()[0]
+
+    b.approve(run_id=page.run_id, request_id="q_1", choice=choice)
+    run.emit("tool.completed", tool="terminal")
+    page.wait("tool", count=2)
+    run.ask(request_id="q_2", command="rm b")
+    page.wait("approval", count=2)
+    run.end("completed", output="Done.")
+    done = page.done()
+    (listed,) = b.runs()
+
+    assert listed_open["seq"] == question["seq"]
+    assert [tool["status"] for tool in listed_open["tools"]] == ["running"]
+    assert [each["seconds_left"] for each in listed_open["questions"]] == [300]
+    assert [each["seconds_left"] for each in listed_later["questions"]] == [200]
+    assert [tool["status"] for tool in listed["tools"]] == ["completed"]
+    shown = [
+        (each["command"], each["description"], each["reason"], each["choice"]) for each in listed["questions"]
+    ]
+    assert shown == [("rm -rf /tmp/x", "delete", "answered", choice), ("rm b", "delete", "run_ended", "")]
+    assert page.of("approval_closed")[0]["choice"] == choice
+    assert listed["created"] < listed["questions"][0]["at"] <= listed["questions"][0]["ended_at"]
+    assert listed["questions"][0]["ended_at"] <= listed["ended_at"]
+    assert (listed["seq"], listed["result"]) == (done["seq"], done)
 
 
 @pytest.mark.parametrize("said", ["Yes, please.", "No.", "Perhaps."])

@@ -377,3 +377,18 @@ def test_the_version_is_in_one_place():
     assert re.fullmatch(r"\d+\.\d+\.\d+", hermes_voice.__version__)
     assert SOURCE.count(f'"{hermes_voice.__version__}"') == 1
     assert 'version = { attr = "hermes_voice.__version__" }' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ours", "file", "theirs"),
+    [
+        ("TOOLS_KEPT", "runs.js", "TOOLS_KEPT"),
+        ("QUESTIONS_KEPT", "runs.js", "QUESTIONS_KEPT"),
+        ("RUNS_LISTED", "runs.js", "RUNS_KEPT"),
+        ("LINES_LISTED", "transcript.js", "LINES_KEPT"),
+    ],
+)
+def test_the_journal_gives_as_much_as_a_page_shows(ours, file, theirs):
+    (kept,) = re.findall(rf"const {theirs} = (\d+);", (STATIC / file).read_text())
+
+    assert getattr(hermes_voice, ours) == int(kept)

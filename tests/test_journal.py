@@ -1,6 +1,7 @@
 """The journal: a real file, and what a new process makes of what an earlier one left in it."""
 
 import contextlib
+import json
 import os
 import sqlite3
 import stat
@@ -9,7 +10,7 @@ import time
 
 import pytest
 from bench import RESTART, SOON, TIMEOUT
-from scripted_hermes import CLOSED, REFUSED, Seen, event, reply
+from scripted_hermes import CLOSED, REFUSED, Seen, event, reply, sse
 from working_hermes import Run, WorkingHermes
 
 import hermes_voice
@@ -327,6 +328,46 @@ def test_a_failing_disk_takes_no_run_down(bench, tmp_path, caplog):
 # ---- runs --------------------------------------------------------------------
 
 
+def show_all(run):
+    """Let a run do all that a page shows of it, at 5000."""
+    for each in (
+        event("tool.started", tool="terminal", preview="ls secret-folder"),
+        event("message.interim", text="Looking at the secret folder."),
+        event("approval.request", request_id="a", command="rm -r secret-folder", description="it deletes"),
+        event("approval.responded"),
+        event("approval.request", request_id="b", command="rm -r secret-cache"),
+    ):
+        run.publish(run.stream.feed(sse(each), 10))
+    run.date(5000, 10)
+
+
+def test_the_question_that_is_open_is_found_with_its_time_by_the_next_process(tmp_path, journal):
+    run = Maker().running()
+    show_all(run)
+    journal.save(run)
+
+    found = reopened(tmp_path).run(run.id).open_question
+
+    assert found == run.open_question
+    assert (found["request_id"], found["bound"], found["until"]) == ("b", "b", 5060)
+
+
+def test_a_run_of_an_earlier_version_is_read(tmp_path, journal):
+    """Version 2 kept nothing of what a page shows."""
+    new = {"steered", "tools", "questions", "progress", "ended_at"}
+    run = Maker().ended()
+    journal.save(run)
+    data = json.loads(journal._read("select data from runs")[0][0])
+    assert new <= data.keys()
+    without = json.dumps({name: value for name, value in data.items() if name not in new})
+    journal._write(("update runs set data = ?", without))
+
+    found = reopened(tmp_path).run(run.id)
+
+    assert (found.asked, found.final) == (run.asked, run.final)
+    assert (found.tools, found.questions, found.progress, found.ended_at) == ([], [], "", 0)
+
+
 @pytest.mark.parametrize("state", ["queued", "starting", "running", "stopping", "ended"])
 def test_a_run_survives_in_every_state(tmp_path, journal, state):
     maker = Maker()
@@ -335,13 +376,16 @@ def test_a_run_survives_in_every_state(tmp_path, journal, state):
         maker.book.steer(run, "s1", [user("And bread.")])
         maker.book.steer(run, "s2", [user("And eggs.")])
     run.earlier, run.steps_before = ["Before."], ["running a command"]
+    if state == "running":
+        show_all(run)
     journal.save(run)
 
     found = reopened(tmp_path).run(run.id)
 
     for name in (
         "id conversation created lines delegations state hermes_id request seq final earlier"
-        " steps_before body idempotent stored_before delivered superseded_by"
+        " steps_before body idempotent stored_before delivered superseded_by steered tools questions progress"
+        " ended_at"
     ).split():
         assert getattr(found, name) == getattr(run, name), name
     assert found.stream.stop_asked == run.stream.stop_asked
@@ -505,6 +549,89 @@ def test_a_line_that_comes_again_is_replaced_in_its_place(tmp_path, journal):
     assert journal.lines_of("c2") == []
 
 
+def test_a_line_keeps_the_time_it_was_first_said(tmp_path, journal):
+    journal.add_lines("c1", [{**line("1", "Buy"), "at": 5.0}], 7.0)
+    journal.add_lines("c1", [{**line("1", "Buy milk."), "at": 6.0}, {**line("2", "Sure."), "at": 6.5}], 9.0)
+    journal.add_lines("c1", [{**line("2", "Sure!"), "at": 6.25}], 11.0)
+
+    lines = reopened(tmp_path).lines_of("c1")
+
+    assert [(entry["text"], entry["at"]) for entry in lines] == [("Buy milk.", 5.0), ("Sure!", 6.25)]
+    assert journal.newest() == 11.0
+
+
+def post_lines(b, *lines):
+    hermes_voice.post_lines(b.app, Request(("c1",), body={"lines": list(lines)}))
+    return [entry["text"] for entry in hermes_voice.get_conversation(b.app, Request(("c1",))).body["lines"]]
+
+
+class Wall:
+    """A clock on the wall."""
+
+    def __init__(self):
+        self.now = 1_800_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+def said(key, text, age, speaker="user", **more):
+    return {**line(key, text, speaker), "age_seconds": age, **more}
+
+
+def test_lines_have_the_time_they_were_said_and_not_the_time_they_came(bench):
+    b = bench(wall=Wall())
+
+    post_lines(b, said("2", "Second.", 1.5))
+    texts = post_lines(b, said("1", "First.", 4), said("3", "Third.", 0.5, "assistant"), line("4", "Now."))
+
+    assert texts == ["First.", "Second.", "Third.", "Now."]
+    body = hermes_voice.get_conversation(b.app, Request(("c1",))).body
+    assert [round(body["now"] - entry["at"], 1) for entry in body["lines"]] == [4, 1.5, 0.5, 0]
+
+
+def test_words_stand_before_the_task_they_became_however_late_they_come(bench):
+    wall = Wall()
+    b = bench(wall=wall)
+    page = b.delegate("Buy milk.", "d1")
+    wall.now += 5
+
+    post_lines(
+        b,
+        said("1", "Hello.", 4),
+        said("2", "Buy milk.", 1, delegation="d1"),
+        said("3", "Sure.", 0.5, "assistant"),
+        said("4", "Buy eggs.", 0.2, delegation="unknown"),
+    )
+
+    (run,) = b.runs()
+    assert run["run_id"] == page.run_id
+    lines = b.app.journal.lines_of("c1")
+    # The page's own order counts for what came before them.
+    assert [entry["text"] for entry in lines] == ["Hello.", "Buy milk.", "Sure.", "Buy eggs."]
+    assert [entry["at"] <= run["created"] for entry in lines] == [True, True, False, False]
+
+
+def test_a_clock_that_is_set_back_brings_nothing_out_of_order(bench, tmp_path):
+    wall = Wall()
+    b = bench(wall=wall, journal=Journal(tmp_path))
+    post_lines(b, said("1", "First.", 0))
+    wall.now -= 3600
+    page = b.delegate("Buy milk.", "d1")
+    b.hermes.run().end("completed", output="Done.")
+    page.done()
+    post_lines(b, said("2", "Second.", 0))
+    b.app.journal.close()
+
+    again = bench(wall=wall, journal=Journal(tmp_path))
+    wall.now -= 60
+    assert post_lines(again, said("3", "Third.", 0)) == ["First.", "Second.", "Third."]
+    (run,) = again.runs()
+    first, second, third = [entry["at"] for entry in again.app.journal.lines_of("c1")]
+    assert first <= run["created"] <= run["ended_at"] <= second <= third
+    assert again.app.now() >= third
+
+
 def test_the_newest_lines_are_given_oldest_first(journal):
     for number in range(LINES_LISTED + 10):
         journal.add_lines("c1", [line(f"k{number}", f"{number}")], 1.0)
@@ -542,12 +669,16 @@ def fill(journal, conversation, run):
 
 
 def test_a_forgotten_conversation_leaves_nothing(journal):
-    fill(journal, "c1", Maker("c1").ended())
+    run = Maker("c1").running()
+    show_all(run)
+    fill(journal, "c1", run)
     fill(journal, "c2", Maker("c2").ended())
+    assert "secret" in "".join(journal._database.iterdump())
 
     journal.forget("c1")
 
     assert set(rows(journal).values()) == {1}
+    assert "secret" not in "".join(journal._database.iterdump())
     assert [talk["id"] for talk in journal.conversations()] == ["c2"]
     journal.forget("c2")
     assert set(rows(journal).values()) == {0}
@@ -832,6 +963,52 @@ def test_a_question_that_was_open_is_asked_again(resumed):
         assert [answer["request_id"] for answer in hermes.runs[0].answers] == ["q7"]
 
 
+def test_a_question_that_was_open_has_the_time_it_had(resumed):
+    run = Maker().running(idempotent=True)
+    asked_again = event("approval.request", command="rm x", request_id="q7")
+    run.publish(run.stream.feed(sse(asked_again), 0))
+    run.date(time.time() - 50, 0)
+    with at_hermes() as hermes:
+        hermes.runs[0].settle("waiting_for_approval", approval=asked_again)
+        b = resumed(run, hermes=hermes)
+        page = b.follow(run.id)
+        assert 5 < page.wait("approval")["seconds_left"] <= 10
+        (listed,) = b.runs()
+        assert [(each["request_id"], each["reason"]) for each in listed["questions"]] == [("q7", "")]
+        assert 0 < listed["questions"][0]["seconds_left"] <= 10
+        hermes.runs[0].settle("completed", output="Gone.")
+        page.done()
+
+
+def test_a_question_that_nothing_can_answer_is_not_listed_as_open(resumed):
+    """Hermes before 0.20 does not tell again what it asked."""
+    run = Maker().running()
+    run.publish(run.stream.feed(sse(event("approval.request", command="rm x")), 0))
+    run.date(time.time() - 50, 0)
+    with at_hermes() as hermes:
+        hermes.runs[0].settle("waiting_for_approval")
+        b = resumed(run, hermes=hermes)
+        hermes.wait_for("GET", "/v1/runs/run_1", count=2)
+
+        assert b.runs()[0]["questions"] == []
+        hermes.runs[0].settle("completed", output="Gone.")
+        b.follow(run.id).done()
+        (question,) = b.runs()[0]["questions"]
+        assert (question["command"], question["reason"]) == ("rm x", "run_ended")
+
+
+def test_a_server_that_closes_writes_down_the_newest_steps(bench, tmp_path):
+    b = bench(journal=Journal(tmp_path))
+    page = b.delegate("Buy milk.", "d1")
+    b.hermes.run().emit("tool.started", tool="terminal", preview="ls")
+    page.wait("tool")
+
+    b.app.close()
+
+    (found,) = reopened(tmp_path).open_runs()
+    assert [tool["preview"] for tool in found.tools] == ["ls"]
+
+
 def test_a_start_is_left_open_by_a_server_that_closes(bench, tmp_path):
     """Hermes is away, and so it is for the next process to start the run."""
     b = bench(journal=Journal(tmp_path), start=(60,))
@@ -853,10 +1030,10 @@ def test_a_start_is_left_open_by_a_server_that_closes(bench, tmp_path):
 def test_a_large_journal_is_quick(bench, tmp_path):
     """10,000 runs and 100,000 lines: as much as years of talk."""
     journal = Journal(tmp_path)
-    for number in range(200):
+    for number in range(100):
         maker = Maker(f"c{number}")
-        journal.save(*(maker.ended() for _ in range(50)))
-        lines = [line(f"k{key}", f"What was said, number {key}, is a sentence.") for key in range(500)]
+        journal.save(*(maker.ended() for _ in range(100)))
+        lines = [line(f"k{key}", f"What was said, number {key}, is a sentence.") for key in range(1000)]
         journal.add_lines(f"c{number}", lines, time.time())
     journal.close()
     seconds = {}

@@ -736,6 +736,18 @@ def test_a_body_is_one_json_object(house, body):
         ("/delegate", {"hermes_session": {}}, "hermes_session"),
         ("/delegate", {"hermes_session": "c1", "lines": {}}, "lines"),
         ("/delegate", {"hermes_session": "c1", "lines": [{"speaker": {}}]}, "lines[0]"),
+        *(
+            (
+                "/conversations/c1/lines",
+                {"lines": [{"speaker": "user", "text": "Hi", "key": "1", **odd}]},
+                name,
+            )
+            for name, values in {
+                "age_seconds": (-1, "1", True, None, [], float("nan"), float("inf")),
+                "delegation": (1, "a b", "", "x" * 65),
+            }.items()
+            for odd in ({name: value} for value in values)
+        ),
         ("/approve", {"run_id": 5, "choice": "once"}, "run_id"),
         ("/approve", {"run_id": "abc", "choice": {}}, "choice"),
     ],
@@ -1386,7 +1398,7 @@ def test_the_runs_of_a_conversation_are_listed(serve):
     assert (listed["run_id"], listed["state"]) == (stream.run_id, "ended")
     assert (listed["request"], listed["delegations"]) == ("Count to three.", ["d1"])
     assert listed["result"] == done
-    assert json.loads(house.ask("GET", "/runs?conversation=c2").data) == {"runs": []}
+    assert json.loads(house.ask("GET", "/runs?conversation=c2").data)["runs"] == []
 
 
 def test_an_approval_and_a_stop_go_over_http(serve):
