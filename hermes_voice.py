@@ -1644,7 +1644,7 @@ class RunStream:
         self._asked: list[str] = []  # ids of all questions so far
         self._previews: dict[str, str] = {}  # of the tools that run, by name
         self._helpers: set[str] = set()  # child agents that work
-        self._left: dict[str, float] = {}  # until when, of questions that an earlier process asked
+        self._taken_up = False  # whether an earlier process asked the open question
 
     def feed(self, chunk: bytes, now: float) -> Iterator[Json]:
         """Read a chunk of the event stream, one update after the other.
@@ -1683,6 +1683,8 @@ class RunStream:
         unheard = state == "waiting_for_approval" and not streaming
         if unheard and _bound_id(question) not in [None, *self._asked]:
             return self._read("approval.request", question, now)
+        if unheard and not question and self._taken_up:
+            return self.close_question("lost")
         return self.tick(now)
 
     def tick(self, now: float) -> list[Json]:
@@ -1695,14 +1697,14 @@ class RunStream:
         """End the run by our own decision: its end was not told by Hermes."""
         return self._end(finish_reason, "", code, message, None)
 
-    def take_up(self, request_id: str, bound: str | None, until: float, now: float) -> list[Json]:
+    def take_up(self, question: Question, now: float) -> list[Json]:
         """Take up a question that an earlier process left open: it has the time it had."""
-        if now >= until:
-            self._asked.append(request_id)  # Hermes's status goes on to name it.
-            return [{"type": "approval_closed", "request_id": request_id, "reason": "timeout"}]
-        if bound:
-            self._left[bound] = until
-        return []
+        self._asked.append(question.request_id)  # Hermes's status goes on to name it.
+        self.question, self._taken_up = question, True
+        if now >= question.until:
+            return self.close_question("timeout")
+        # Before 0.20 the status does not tell of it, and an answer would not be bound to it.
+        return [question_update(question, now)] if question.bound else self.close_question("lost")
 
     def ask_stop(self) -> list[Json]:
         """The user stops the run: an open question can no longer be answered."""
@@ -1712,7 +1714,7 @@ class RunStream:
     def close_question(self, reason: str) -> list[Json]:
         """Close the open question, if there is one."""
         # Looked at once: an answer's thread may close it while the run's own reads of the answer.
-        closed, self.question = self.question, None
+        closed, self.question, self._taken_up = self.question, None, False
         if closed is None:
             return []
         update = {"type": "approval_closed", "request_id": closed.request_id, "reason": reason}
@@ -1911,7 +1913,7 @@ def _approval_request(stream: RunStream, event: Json, now: float) -> list[Json]:
         command=exact_words(command, COMMAND_CHARS),
         description=exact_words(description, DESCRIPTION_CHARS),
         choices=_choices(event.get("choices"), command),
-        until=stream._left.get(bound or "", now + stream.approval_seconds),
+        until=now + stream.approval_seconds,
     )
     return [*updates, question_update(question, now)]
 
@@ -2356,8 +2358,9 @@ class RunBook:
         """Let the question that an earlier process left open go on, or run out. `now`: epoch seconds."""
         record = run.open_question
         if record:
-            until = ticks + record["until"] - now
-            run.publish(run.stream.take_up(record["request_id"], record["bound"], until, ticks))
+            known = {key: record[key] for key in ("request_id", "bound", "command", "description")}
+            choices, until = tuple(record["choices"]), ticks + record["until"] - now
+            run.publish(run.stream.take_up(Question(**known, choices=choices, until=until), ticks))
 
     def accepted(self, run: Run, hermes_id: str) -> bool:
         """Hermes took the run. True if a stop was asked meanwhile and is due."""

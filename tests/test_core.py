@@ -761,6 +761,7 @@ def test_no_markdown_takes_a_letter_away_without_a_word_about_it(markdown):
 
     letters = [letter for letter in markdown if letter.isalpha() or letter == "5"]
     told = "on your screen." in said[-1] or shown != markdown.strip()
+    told = told or "\\\\" in markdown  # of a path on a Windows server only the last name is said
     assert told or is_within(letters, " ".join(said))
 
 
@@ -2640,7 +2641,8 @@ def test_what_a_page_shows_of_a_run_is_recorded():
     read_at(run, 5000, event("tool.started", tool="terminal", preview="ls"))
     read_at(run, 5001, event("message.interim", text="Looking."), event("tool.completed", tool="terminal"))
     read_at(run, 5002, event("tool.started", tool="terminal", preview="rm a"))
-    read_at(run, 5003, event("approval.request", request_id="a", command="rm a", description="it deletes"))
+    asked = {"request_id": "a", "command": "rm a", "description": "it deletes", "choices": ["once", "deny"]}
+    read_at(run, 5003, event("approval.request", **asked))
     open_question = dict(run.open_question)
     read_at(run, 5010, event("approval.responded"), event("tool.completed", tool="terminal", error=True))
     read_at(run, 5020, event("run.completed", output="Done."))
@@ -2775,8 +2777,10 @@ def test_a_question_left_open_has_the_time_it_had():
     run.publish(run.stream.settle({"status": "waiting_for_approval", "approval": asked}, 21, False))
     run.date(5021, 21)
 
-    assert told(run, "approval")[-1]["seconds_left"] == 39
+    assert told(run, "approval")[-1]["seconds_left"] == 40
+    assert len(told(run, "approval")) == 2
     assert [(each["request_id"], each["until"], each["at"]) for each in run.questions] == [("a", 5060, 5000)]
+    assert run.stream.question.bound == "a"  # It can be answered at once.
 
 
 def test_a_question_left_open_that_ran_out_meanwhile_is_closed_and_not_asked_again():
@@ -2792,6 +2796,22 @@ def test_a_question_left_open_that_ran_out_meanwhile_is_closed_and_not_asked_aga
     assert told(run, "approval_closed")[-1]["reason"] == "timeout"
     assert len(told(run, "approval")) == 1
     assert [each["reason"] for each in run.questions] == ["timeout"]
+
+
+@pytest.mark.parametrize("asked", [{"command": "rm a"}, {"request_id": "a", "command": "rm a"}])
+def test_a_question_left_open_that_nothing_can_answer_is_closed(asked):
+    """Hermes 0.19 gives no id, and no version's status is trusted to hold the question."""
+    book, run = RunBook(), Talk().started("d1")
+    read_at(run, 5000, event("approval.request", **asked))
+    run.stream = RunStream()
+    book.adopt(run)
+
+    book.take_up(run, 5020, 20)
+    run.publish(run.stream.settle({"status": "waiting_for_approval"}, 21, False))
+    run.publish(run.stream.settle({"status": "waiting_for_approval"}, 31, False))
+
+    assert [closed["reason"] for closed in told(run, "approval_closed")] == ["lost"]
+    assert [each["reason"] for each in run.questions] == ["lost"]
 
 
 def test_a_question_carries_its_runs_id():

@@ -79,3 +79,26 @@ def test_a_forgotten_conversation_is_gone_here_and_at_hermes(line, hermes):
     assert conversation_of(line.page) != conversation
     assert hermes.call("GET", f"/api/sessions/{conversation}/messages")[0] == 404
     assert line.sidecar.get(f"runs?conversation={conversation}")["runs"] == []
+
+
+def test_a_question_open_while_the_sidecar_restarts_is_answered_or_said_to_be_lost(line, hermes, tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    session = line.start("Listening")
+    session.user_says(f'Clean up. [[danger path="{victim}"]]', delegate=True)
+    line.live.wait_spoken("yes or no")
+
+    line.sidecar.crash_and_start_again()
+
+    if hermes.version > "0.21":  # Its status holds the question, and an answer is bound to it.
+        expect(line.button("Allow once")).to_be_enabled()
+        line.live.wait_for(lambda: "run.resumed" in line.sidecar.log)
+        line.button("Allow once").click()
+        expect(line.log).to_contain_text("You allowed it.")
+        line.live.wait_spoken("Done with the dangerous part")
+    else:
+        line.live.wait_spoken("cannot be answered any more")
+        expect(line.button("Allow once")).to_have_count(0)
+        expect(line.log).to_contain_text("it could not be answered any more")
+        assert victim.exists()
+    line.page.faults.clear()  # What was cut off is no fault of the page's.
