@@ -11,6 +11,7 @@ import { settlesAt } from "./words.js";
 /** @typedef {import("./state.js").Effect} Effect */
 
 const TICK_MS = 200;
+const KEEPALIVE_BYTES = 60_000; // browsers let 64 KiB outlive a page, and refuse more
 
 const api = new Api();
 let state = START;
@@ -201,7 +202,8 @@ async function claim({ key, runId }) {
 /** It may be the last thing this page does. @param {object[]} lines */
 async function keep(lines) {
   try {
-    await api.post(`conversations/${conversation}/lines`, { lines }, { keepalive: JSON.stringify(lines).length < 60_000 });
+    const keepalive = new Blob([JSON.stringify(lines)]).size < KEEPALIVE_BYTES;
+    await api.post(`conversations/${conversation}/lines`, { lines }, { keepalive });
   } catch (error) {
     // What the server refuses for good would be refused again.
     const { status = 0 } = explained(error);
@@ -341,8 +343,10 @@ async function begin(why) {
       type: "configured",
       idleSeconds: config.idle_seconds,
       stopPhrases: config.stop_phrases,
+      stopSpeakingPhrases: config.stop_speaking_phrases,
       goOnPhrases: config.go_on_phrases,
       repeatPhrases: config.repeat_phrases,
+      retryPhrases: config.retry_phrases,
       progress: settings.progress || config.progress,
       voiceApprovals: config.voice_approvals,
       page,
@@ -376,6 +380,7 @@ view.bind({
   stopTask: () => {
     for (const run of state.runs.filter((r) => !r.result && !r.stopAsked)) dispatch({ type: "stopRun", key: run.key });
   },
+  retry: (key) => dispatch({ type: "retry", key }),
   send: (text) => dispatch({ type: "typed", text, id: newId() }),
   approve: (key, requestId, choice) => dispatch({ type: "approve", key, requestId, choice }),
   conversations: () => void showConversations(),

@@ -27,7 +27,8 @@
 //
 //   1. Nothing is sent before `started`, after `session.close`, or once the page was left.
 //   2. Every delegation gets one answer, with its own id, on the connection that made it.
-//   3. A word is handed over once; words whose run never began count as not handed over.
+//   3. A word is handed over once, or again as a part of a sentence that a late word corrects.
+//      What was not done goes along with nothing: it is repeated by the user only.
 //   4. Runs outlive sessions: an update is a rule in every phase.
 //   5. A spoken answer to a question is an utterance that began after the voice began to ask,
 //      all of it; a click or a key that was on its way when it came is none.
@@ -39,7 +40,8 @@
 //  10. What the user has asked for is handed over before the call ends.
 //  11. Words that answer a question that is closed become no run.
 //  12. A command becomes no run, whether the model hands it over or not; nor does "stop" where
-//      nothing runs.
+//      nothing runs, nor thanks.
+//  13. What the user says or types is handed over whole, or refused with the reason.
 
 import { answeredLate } from "./late.js";
 import * as questions from "./questions.js";
@@ -71,6 +73,7 @@ const ALWAYS = {
   streamEnded: runs.streamEnded,
   claimed: runs.claimed,
   stopRun: runs.stopRun,
+  retry: runs.retry,
   refused: runs.refused,
   approve: questions.approve,
   answered: (state, e) => (e.late ? answeredLate : questions.answered)(state, e),
@@ -110,7 +113,7 @@ const OF_SESSION = new Set([
 const TICK = [
   ending(session.watchSession),
   ...[
-    words.settle, words.listenForAnswer, words.listenForCommand, words.listenForLate, words.handTail,
+    words.settle, words.listenForAnswer, words.listenForCommand, words.listenForLate, words.correct, words.handTail,
     questions.remind, runs.reportProgress,
   ].map(whileLive),
   runs.followAgain, runs.claimDue, words.keepLines,
@@ -150,6 +153,8 @@ function ending(rule, before = words.handOver) {
 
 /** How this server is set up. @type {EventRule} */
 function configured(state, event) {
-  const { stopPhrases, goOnPhrases = [], repeatPhrases = [], progress = "normal", voiceApprovals = true, page } = event;
-  return [{ ...state, idleMs: event.idleSeconds * 1000, stopPhrases, goOnPhrases, repeatPhrases, progress, voiceApprovals, page }, []];
+  const { stopPhrases, stopSpeakingPhrases = [], goOnPhrases = [], repeatPhrases = [], retryPhrases = [] } = event;
+  const { progress = "normal", voiceApprovals = true, page } = event;
+  const phrases = { stopPhrases, stopSpeakingPhrases, goOnPhrases, repeatPhrases, retryPhrases };
+  return [{ ...state, idleMs: event.idleSeconds * 1000, ...phrases, progress, voiceApprovals, page }, []];
 }

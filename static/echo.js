@@ -22,17 +22,17 @@ const GOES_ON_MS = 400; // a voice that is talked over stops
 const MANY = 3;
 const GARBLED_LEAST = 5;
 const GARBLED_PART = 0.8;
+// Where words are not set apart, characters serve.
+export const WORD = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[\p{L}\p{M}\p{N}']+?(?=[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[^\p{L}\p{M}\p{N}']|$)/gu;
 
 /** @param {Said[]} fragments @returns {Word[]} */
-function wordsOf(fragments) {
+export function wordsOf(fragments) {
   const ends = fragments.map((_, n) => fragments.slice(0, n + 1).reduce((sum, { text }) => sum + text.length, 0));
-  const text = fragments.map((fragment) => fragment.text).join("").toLowerCase();
-  // Where words are not set apart, characters serve.
-  const found = text.matchAll(/[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[\p{L}\p{M}\p{N}']+?(?=[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[^\p{L}\p{M}\p{N}']|$)/gu);
-  return [...found].map((match) => {
+  const text = fragments.map((fragment) => fragment.text).join("");
+  return [...text.matchAll(WORD)].map((match) => {
     const from = ends.findIndex((end) => end > match.index);
     const to = ends.findIndex((end) => end >= match.index + match[0].length);
-    return { word: match[0], startMs: fragments[from].startMs, endMs: fragments[to].endMs, to };
+    return { word: match[0].toLowerCase(), startMs: fragments[from].startMs, endMs: fragments[to].endMs, to };
   });
 }
 

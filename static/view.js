@@ -2,6 +2,7 @@
 
 import { parse, toNodes } from "./markdown.js";
 import { mayClick } from "./questions.js";
+import { isRetryable } from "./runs.js";
 import { isAsking } from "./state.js";
 import { costOf, statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
@@ -72,9 +73,9 @@ const items = new Map();
 const asked = new Map();
 /** Whether the log shows its end, and shall go on to. */
 let atEnd = true;
-/** @typedef {{start(): void, approve(key: string, requestId: string, choice: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
+/** @typedef {{start(): void, approve(key: string, requestId: string, choice: string): void, retry(key: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
 /** @type {Actions} */
-let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
+let actions = { start() {}, approve() {}, retry() {}, switchTo() {}, forget() {} };
 
 /**
  * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, goOn(): void,
@@ -356,6 +357,7 @@ function visible(run, state) {
     state: run.result ? (FINISHED[run.result.finish] ?? "Ended") : workingLabel(run),
     isNew: ["due", "mine"].includes(run.claim) && state.phase === "idle",
     failed: !!run.result && !["stop", "cancelled"].includes(run.result.finish),
+    mayRetry: isRetryable(run),
     progress: run.result ? "" : run.progress,
     tools: run.tools,
     answer: run.result?.show ?? "",
@@ -401,7 +403,17 @@ function drawRun(element, run) {
     parts.push(answer);
   }
   if (run.tools.length) parts.push(drawTools(run.tools, open));
+  if (run.mayRetry) parts.push(retryButton(run.key));
   element.replaceChildren(...parts);
+}
+
+/** @param {string} key */
+function retryButton(key) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Ask again";
+  button.addEventListener("click", () => actions.retry(key));
+  return button;
 }
 
 /** @param {Run["tools"]} tools @param {boolean} open */
