@@ -105,7 +105,7 @@ function near(line, fragment) {
 
 /** @param {Fragment[]} fragments @param {Fragment} fragment */
 function insert(fragments, fragment) {
-  const later = fragments.findIndex((other) => other.startMs > fragment.startMs);
+  const later = fragments.findIndex(({ startMs, endMs }) => (startMs - fragment.startMs || endMs - fragment.endMs) > 0);
   const after = later < 0 ? [] : fragments.slice(later);
   const into = after.find((other) => other.batch > 0)?.batch ?? 0;
   return [...fragments.slice(0, fragments.length - after.length), { ...fragment, into }, ...after];

@@ -1088,6 +1088,12 @@ describe("transcript.js", () => {
     assert.deepEqual(texts(lines), ["user: Check staging now."]);
   });
 
+  test("of two that begin together, the shorter comes first, however late it is", () => {
+    const { lines } = said(["user", "Do", 0, 200], ["user", " delete it.", 200, 800], ["user", " not", 200, 400], ["user", " Now.", 800, 800], ["user", " Go.", 800, 1000]);
+
+    assert.deepEqual(texts(lines), ["user: Do not delete it. Now. Go."]);
+  });
+
   test("speakers who overlap keep a line each", () => {
     const { lines } = said(
       ["user", "Check", 0, 200],
