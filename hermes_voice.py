@@ -234,21 +234,112 @@ VOICES = tuple(
 # started after its end.
 POLICIES = ("steer", "restart", "queue")
 
-# What stops the running task when it is all the user says.
+# Commands, each when it is all that the user says, less politeness and fillers, in the languages
+# that permission knows. None of them is a yes or a no to a question.
+#
+# What stops the running task.
 STOP_PHRASES = tuple(
-    "stop|stop it|stop that|stop the task|stop now|no stop|okay stop|wait stop|cancel|cancel it|cancel that"
-    "|abort|stopp|halt|abbrechen|brich ab".split("|")
+    (
+        "stop|stop it|stop that|stop this|stop the task|cancel|cancel it|cancel that|cancel this"
+        "|cancel the task|abort|never mind|nevermind|forget it"
+        "|stopp|halt|halt an|hör auf|aufhören|abbrechen|brich ab|brich das ab|vergiss es"
+        "|arrête|arrêtez|arrête ça|arrête tout|annule|annulez|annuler|laisse tomber"
+        "|para|para eso|detente|detenlo|basta|cancela|cancelar|cancélalo|olvídalo"
+        "|ferma|fermati|fermalo|smettila|annulla|lascia perdere|lascia stare"
+        "|pare|para com isso|pare com isso|parar|cancele|esquece"
+        "|hou op|stop ermee|stop daarmee|annuleer|annuleren|laat maar"
+        "|zatrzymaj|zatrzymaj się|zatrzymaj to|przestań|anuluj|przerwij|nieważne"
+        "|dur|durdur|bunu durdur|iptal|iptal et|vazgeç|boş ver"
+        "|停|停下|停下来|停下來|停一下|停止|取消|中止|算了"
+        "|止めて|とめて|止まって|ストップ|停止して|中止して|キャンセル|キャンセルして"
+    ).split("|")
 )
-
-# What ends the call, goes on with an answer that was cut off, and says the last one again.
+# What ends the speech and keeps the work.
+STOP_SPEAKING_PHRASES = tuple(
+    (
+        "be quiet|quiet|silence|hush|shut up|stop talking|stop speaking|don't talk|don't interrupt me"
+        "|stop interrupting me|let me talk|let me finish"
+        "|sei still|sei leise|sei ruhig|ruhe|schweig|hör auf zu reden|nicht reden"
+        "|unterbrich mich nicht|lass mich ausreden"
+        "|tais-toi|taisez-vous|chut|arrête de parler|ne m'interromps pas|ne me coupe pas"
+        "|laisse-moi parler|laisse-moi finir"
+        "|cállate|silencio|deja de hablar|para de hablar|no me interrumpas|déjame hablar"
+        "|déjame terminar"
+        "|zitto|stai zitto|silenzio|smetti di parlare|non interrompermi|fammi parlare|fammi finire"
+        "|cala-te|cale-se|silêncio|fica quieto|fique quieto|pare de falar|não me interrompa"
+        "|deixa-me falar|me deixa falar"
+        "|stil|wees stil|stilte|stop met praten|niet praten|onderbreek me niet|laat me uitpraten"
+        "|cicho|bądź cicho|cisza|przestań mówić|nie mów|nie przerywaj mi|daj mi skończyć"
+        "|sus|sessiz ol|konuşmayı bırak|konuşmayı kes|sözümü kesme|beni bölme"
+        "|安静|安靜|闭嘴|閉嘴|别说话|別說話|别说了|別說了|别打断我|別打斷我|让我说完"
+        "|静かに|静かにして|黙って|話すのをやめて|話さないで|喋らないで|邪魔しないで|最後まで話させて"
+    ).split("|")
+)
+# What ends the call, goes on with an answer that was cut off, says the last one again, and asks
+# again for what was not done.
 HANG_UP_PHRASES = tuple(
-    "hang up|hang up now|end the call|goodbye hermes|bye hermes"
-    "|auflegen|leg auf|beende den anruf|tschüss hermes".split("|")
+    (
+        "hang up|end the call|end call|goodbye hermes|bye hermes"
+        "|auflegen|leg auf|beende den anruf|anruf beenden|tschüss hermes"
+        "|raccroche|raccrochez|raccrocher|termine l'appel|au revoir hermes"
+        "|cuelga|colgar|termina la llamada|adiós hermes"
+        "|riattacca|chiudi la chiamata|termina la chiamata|arrivederci hermes"
+        "|desliga|desligar|encerra a chamada|encerrar a chamada|tchau hermes"
+        "|hang op|ophangen|beëindig het gesprek|tot ziens hermes"
+        "|rozłącz|rozłącz się|zakończ rozmowę|zakończ połączenie|do widzenia hermes"
+        "|telefonu kapat|aramayı bitir|aramayı sonlandır|görüşürüz hermes|hoşça kal hermes"
+        "|挂断|挂断电话|挂电话|掛斷|掛斷電話|结束通话|結束通話|再见hermes|再見hermes"
+        "|電話を切って|通話を終了|通話を終了して|通話を終えて|さようならhermes"
+    ).split("|")
 )
-GO_ON_PHRASES = tuple("go on|continue|carry on|keep going|weiter|mach weiter|sprich weiter".split("|"))
+GO_ON_PHRASES = tuple(
+    (
+        "go on|continue|carry on|keep going"
+        "|weiter|mach weiter|sprich weiter|red weiter|fahr fort"
+        "|continuez|vas-y continue|poursuis|la suite"
+        "|continúa|sigue|sigue hablando|prosigue"
+        "|continua|vai avanti|prosegui|continua a parlare"
+        "|continue a falar|prossiga|segue"
+        "|ga door|ga verder|doorgaan|vertel verder"
+        "|kontynuuj|mów dalej|dalej"
+        "|devam|devam et|konuşmaya devam et"
+        "|继续|繼續|继续说|繼續說|接着说|接著說"
+        "|続けて|つづけて|続き|続きを|続きを話して"
+    ).split("|")
+)
 REPEAT_PHRASES = tuple(
-    "say that again|say it again|repeat that|what did you say"
-    "|sag das noch einmal|sag das nochmal|wiederhole das|was hast du gesagt".split("|")
+    (
+        "say that again|say it again|repeat that|repeat it|repeat|repeat that slower|say that slower"
+        "|say that more slowly|slower|what did you say|what was that"
+        "|sag das noch einmal|sag das nochmal|wiederhole das|wiederhol das|langsamer"
+        "|sag das langsamer|was hast du gesagt"
+        "|répète|répétez|répète ça|redis-le|plus lentement|qu'est-ce que tu as dit"
+        "|repite|repítelo|repite eso|dilo otra vez|más despacio|qué has dicho|qué dijiste"
+        "|ripeti|ripetilo|dillo di nuovo|più lentamente|più piano|cosa hai detto"
+        "|repete|repita|repete isso|repita isso|diz outra vez|mais devagar|o que disseste"
+        "|o que você disse"
+        "|herhaal|herhaal dat|zeg dat nog eens|langzamer|wat zei je"
+        "|powtórz|powtórz to|powiedz to jeszcze raz|wolniej|co powiedziałeś"
+        "|tekrarla|tekrar et|bunu tekrarla|tekrar söyle|daha yavaş|ne dedin"
+        "|再说一遍|再說一遍|再说一次|再說一次|重复|重複|重复一遍|说慢一点|說慢一點|你说什么"
+        "|もう一度言って|もう一回言って|繰り返して|もっとゆっくり|ゆっくり言って|何て言った"
+    ).split("|")
+)
+RETRY_PHRASES = tuple(
+    (
+        "try again|try that again|try it again|ask again|ask it again|ask hermes again|retry"
+        "|versuch es noch einmal|versuch es nochmal|versuch's nochmal|nochmal versuchen"
+        "|frag noch einmal|frag nochmal"
+        "|réessaie|réessayez|essaie encore|redemande"
+        "|inténtalo de nuevo|inténtalo otra vez|vuelve a intentarlo|pregunta otra vez"
+        "|riprova|prova di nuovo|prova ancora|chiedi di nuovo"
+        "|tenta de novo|tente de novo|tenta outra vez|tente novamente|pergunta de novo"
+        "|probeer het opnieuw|probeer het nog eens|probeer opnieuw|vraag het opnieuw"
+        "|spróbuj ponownie|spróbuj jeszcze raz|zapytaj ponownie|zapytaj jeszcze raz"
+        "|tekrar dene|yeniden dene|bir daha dene|tekrar sor"
+        "|再试一次|再試一次|重试|重試|再问一次|再問一次"
+        "|もう一度試して|もう一度やって|やり直して|もう一度聞いて"
+    ).split("|")
 )
 
 # How much is told aloud of work that goes on, and what becomes of the call meanwhile.
@@ -300,9 +391,11 @@ class Config:
     history_days: Annotated[int, _number, 1, 36500] = 90
     on_new_request: Annotated[str, _one_of, POLICIES] = POLICIES[0]
     stop_phrases: Annotated[tuple[str, ...], _phrases] = STOP_PHRASES
+    stop_speaking_phrases: Annotated[tuple[str, ...], _phrases] = STOP_SPEAKING_PHRASES
     hang_up_phrases: Annotated[tuple[str, ...], _phrases] = HANG_UP_PHRASES
     go_on_phrases: Annotated[tuple[str, ...], _phrases] = GO_ON_PHRASES
     repeat_phrases: Annotated[tuple[str, ...], _phrases] = REPEAT_PHRASES
+    retry_phrases: Annotated[tuple[str, ...], _phrases] = RETRY_PHRASES
     voice_approvals: Annotated[bool, _switch] = True
     yes_phrases: Annotated[tuple[str, ...], _phrases] = ()
     no_phrases: Annotated[tuple[str, ...], _phrases] = ()
@@ -723,10 +816,12 @@ def glossary_lines(glossary: Iterable[Term]) -> str:
 
 # What is said
 
-LINES_LIMIT = 200  # lines of one request
-LINE_CHARS = 16_000  # one line's
-# Older context beyond this is left out; the user's newest line is kept whole.
-REQUEST_CHARS = 24_000
+# The one limit of what the user says or types, here and in the page: an hour of speech. Beyond it
+# a request is refused; within it the user's words are kept whole, and the voice's fill the rest.
+# In UTF-8 it fits into BODY_LIMIT. As Hermes is sent it, with at most 12 bytes a character, it
+# stays far below the 10,000,000 bytes that Hermes takes, with TRANSCRIPT_CHARS of history and
+# several requests that it replaces.
+REQUEST_CHARS = 64_000
 # The vendor takes 8,192 tokens of history; a token is never shorter than a character.
 HISTORY_MESSAGES = 24
 HISTORY_CHARS = 6000
@@ -743,15 +838,31 @@ SHOW_CHARS = 100_000  # of one answer on the screen
 SPEAKERS = {"user": "User", "assistant": "Voice assistant"}
 
 
+# What a reader may take for the end of a line, as str.splitlines does.
+_BREAK = re.compile("\r\n|[\n\v\f\r\x1c-\x1e\x85\u2028\u2029]")
+
+
+def mended(text: str) -> str:
+    """Text as others take it: no half of a character, no control character, one kind of line break."""
+    whole = re.sub("[\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text)
+    return re.sub("[\x00-\x08\x0e-\x1f\x7f-\x9f]", " ", _BREAK.sub("\n", whole))
+
+
 def request_text(lines: Sequence[Json]) -> str:
-    """What Hermes is asked: the talk since the last request, its newest line whole."""
+    """What Hermes is asked: the talk since the last request, all of the user's words in it."""
     if len(lines) == 1 and lines[0]["speaker"] == "user":
         return str(lines[0]["text"]).strip()
-    said = [(line["speaker"], f"{SPEAKERS[line['speaker']]}: {line['text'].strip()}") for line in lines]
-    newest = max(n for n, (speaker, _) in enumerate(said) if speaker == "user")
-    room = REQUEST_CHARS - sum(len(text) for _, text in said[newest:])
-    kept = [*_newest_within(said[:newest], room), *said[newest:]]
-    return "\n".join(["What was said since the last request, oldest first:", *(text for _, text in kept)])
+    said = [(line["speaker"], _labelled(line)) for line in lines]
+    room = REQUEST_CHARS - sum(len(text) for speaker, text in said if speaker == "user")
+    voiced = [n for n, (speaker, _) in enumerate(said) if speaker != "user"]
+    left_out = voiced[: len(voiced) - _fitting((said[n][1] for n in reversed(voiced)), room)]
+    kept = (text for n, (_, text) in enumerate(said) if n not in left_out)
+    return "\n".join(["What was said since the last request, oldest first:", *kept])
+
+
+def _labelled(line: Json) -> str:
+    """A line with its speaker. It stays one: what follows a break could pass for the other's."""
+    return f"{SPEAKERS[line['speaker']]}: {_BREAK.sub(' ', line['text'].strip())}"
 
 
 def _newest_within(said: Sequence[tuple[str, str]], room: int) -> list[tuple[str, str]]:
@@ -2571,6 +2682,7 @@ CONVERSATIONS_LISTED = 100
 # Of one conversation, the newest: as many as a page keeps.
 RUNS_LISTED = 100
 LINES_LISTED = 400
+TITLE_CHARS = 200  # of a conversation's first words
 
 # What is stored of a run besides the table's columns; the rest is made anew.
 _STORED = (
@@ -2721,10 +2833,11 @@ class Journal:
     def conversations(self) -> list[Json]:
         """The newest conversations, newest first, each with its first words."""
         query = (
-            "select id, updated, (select text from lines where conversation = id and speaker = 'user'"
-            " order by at limit 1) from conversations order by updated desc limit ?"
+            "select id, updated, (select substr(text, 1, ?) from lines"
+            " where conversation = id and speaker = 'user' order by at limit 1)"
+            " from conversations order by updated desc limit ?"
         )
-        rows = self._read(query, CONVERSATIONS_LISTED)
+        rows = self._read(query, TITLE_CHARS, CONVERSATIONS_LISTED)
         return [{"id": id, "updated": updated, "title": title or ""} for id, updated, title in rows]
 
     def forget(self, conversation: str) -> None:
@@ -3264,8 +3377,8 @@ LINE_AGE_MOST = 7 * 86400  # seconds that a page may have kept a line to itself
 # The config's keys that `GET /config` carries as they are.
 PAGE_KEYS = (
     "language greeting progress idle_seconds standby_seconds on_long_run long_run_seconds call_minutes"
-    " day_minutes price_per_minute standby_price_per_minute currency stop_phrases hang_up_phrases"
-    " go_on_phrases repeat_phrases voice_approvals"
+    " day_minutes price_per_minute standby_price_per_minute currency stop_phrases stop_speaking_phrases"
+    " hang_up_phrases go_on_phrases repeat_phrases retry_phrases voice_approvals"
 ).split()
 
 
@@ -3655,8 +3768,14 @@ def post_delegate(app: App, request: Request) -> Updates:
     """Run what was said on Hermes, and follow it. The same delegation finds its run again."""
     conversation = id_of(request.body, "hermes_session")
     lines = lines_of(request.body, "lines")
-    if not any(line["speaker"] == "user" for line in lines):
+    said = [len(line["text"]) for line in lines if line["speaker"] == "user"]
+    if not said:
         raise BadRequest("'lines' must hold something the user said.")
+    if sum(said) > REQUEST_CHARS:
+        raise TooLarge(
+            f"That is longer than {REQUEST_CHARS:,} characters, more than Hermes can be given at once."
+            " Say or send it in parts."
+        )
     delegation = id_of(request.body, "delegation_id", app.new_id())
     run = route(app, conversation, delegation, lines)
     log_event("run.asked", conversation=conversation, delegation=delegation, run=run.id)
@@ -3996,6 +4115,8 @@ def run_summary(run: Run, now: float, ticks: float) -> Json:
         "seq": run.seq,
         "delivered": bool(run.delivered),
         "result": run.final,
+        # What was not done can be asked for again.
+        "lines": run.lines if run.final and run.final["finish_reason"] == "failed" else [],
     }
 
 
@@ -4200,7 +4321,7 @@ def post_approve(app: App, request: Request) -> Reply:
     by, choice, config = "choice", body.get("choice"), app.config
     more = False
     if "heard" in body:
-        by, heard = "voice", text_of(body, "heard", HEARD_LIMIT)
+        by, heard = "voice", words_of(body, "heard", HEARD_LIMIT)
         if not config.voice_approvals:
             message = "Permission is given by click here: use the buttons on the screen."
             raise Conflict(message, code="click_only")
@@ -4327,6 +4448,12 @@ def text_of(body: Json, key: str, limit: int) -> str:
     return value
 
 
+def words_of(body: Json, key: str, limit: int) -> str:
+    """A string field of what was said: it is mended, and not refused, for what no text may hold."""
+    value = body.get(key)
+    return text_of({key: mended(value)} if isinstance(value, str) else body, key, limit)
+
+
 def id_of(body: Mapping[str, Any], key: str, default: str | None = None) -> str:
     """An id field, or where it is left out the default, if there is one. Raise BadRequest, naming it."""
     value = body.get(key)
@@ -4342,16 +4469,14 @@ def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
     entries = body.get(key)
     if not isinstance(entries, list) or not entries:
         raise BadRequest(f"'{key}' must be a list that is not empty.")
-    if len(entries) > LINES_LIMIT:
-        raise TooLarge(f"'{key}' must have at most {LINES_LIMIT} entries.")
     lines = []
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.get("speaker") not in tuple(SPEAKERS):
             raise BadRequest(f"'{key}[{number}]' must have a speaker, 'user' or 'assistant'.")
         text = entry.get("text")
-        if text != "" and not (isinstance(text, str) and text.isspace()):  # an empty line is harmless
+        if not isinstance(text, str) or mended(text).strip():  # an empty line is harmless
             name = f"{key}[{number}].text"
-            line = {"speaker": entry["speaker"], "text": text_of({name: text}, name, LINE_CHARS)}
+            line = {"speaker": entry["speaker"], "text": words_of({name: text}, name, REQUEST_CHARS)}
             lines.append(line | (keyed_fields(entry) if keyed else {}))
     return lines
 
@@ -4375,7 +4500,7 @@ def keyed_fields(entry: Json) -> Json:
 # longest without a request that was let in is closed, so that who sends nothing keeps nobody
 # out, nor who reads nothing of the page.
 
-BODY_LIMIT = 256 << 10  # bytes
+BODY_LIMIT = 256 << 10  # bytes; REQUEST_CHARS of three bytes each, and the frames of their lines
 # Bytes of a head, and of a body without the token. http.client alone would take a hundred
 # headers of 64 KiB from anybody.
 HEAD_LIMIT = 32 << 10

@@ -16,6 +16,7 @@ const NO_TOKEN = "This server asks for its access token.";
 const ENTER_TOKEN = "Or enter the token here.";
 /** As the server wrote it into the page. */
 const TOKEN_NEEDED = document.querySelector("meta[name=access-token]")?.getAttribute("content") === "needed";
+const KEEPALIVE_BYTES = 60_000; // browsers let 64 KiB outlive a page, and refuse more
 
 const api = new Api();
 let state = START;
@@ -246,7 +247,8 @@ async function confirm({ key, runId }) {
 /** It may be the last thing this page does. @param {object[]} lines */
 async function keep(lines) {
   try {
-    await api.post(`conversations/${conversation}/lines`, { lines }, { keepalive: JSON.stringify(lines).length < 60_000 });
+    const keepalive = new Blob([JSON.stringify(lines)]).size < KEEPALIVE_BYTES;
+    await api.post(`conversations/${conversation}/lines`, { lines }, { keepalive });
   } catch (error) {
     // What the server refuses for good would be refused again.
     const { status = 0 } = explained(error);
@@ -392,8 +394,10 @@ async function begin(why) {
       type: "configured",
       idleSeconds: config.idle_seconds,
       stopPhrases: config.stop_phrases,
+      stopSpeakingPhrases: config.stop_speaking_phrases,
       goOnPhrases: config.go_on_phrases,
       repeatPhrases: config.repeat_phrases,
+      retryPhrases: config.retry_phrases,
       progress: settings.progress || config.progress,
       voiceApprovals: config.voice_approvals,
       page,
@@ -427,6 +431,7 @@ view.bind({
   stopTask: () => {
     for (const run of state.runs.filter((r) => !r.result && !r.stopAsked)) dispatch({ type: "stopRun", key: run.key });
   },
+  retry: (key) => dispatch({ type: "retry", key }),
   send: (text) => dispatch({ type: "typed", text, id: newId() }),
   approve: (key, requestId, choice) => dispatch({ type: "approve", key, requestId, choice }),
   conversations: () => void showConversations(),

@@ -28,7 +28,8 @@
 //
 //   1. Nothing is sent before `started`, after `session.close`, or once the page was left.
 //   2. Every delegation gets one answer, with its own id, on the connection that made it.
-//   3. A word is handed over once; words whose run never began count as not handed over.
+//   3. A word is handed over once, or again as a part of a sentence that a late word corrects.
+//      What was not done goes along with nothing: it is repeated by the user only.
 //   4. Runs outlive sessions: an update is a rule in every phase.
 //   5. A spoken answer to a question is an utterance that began when this question was the newest
 //      thing the voice had been heard saying; a click or a key that was on its way when the
@@ -42,7 +43,8 @@
 //  11. Words that answer a question that is closed become no run; words that a question took and
 //      that are no answer become one.
 //  12. A command becomes no run, whether the model hands it over or not; nor does "stop" where
-//      nothing runs.
+//      nothing runs, nor thanks.
+//  13. What the user says or types is handed over whole, or refused with the reason.
 
 import { answeredLate } from "./late.js";
 import * as questions from "./questions.js";
@@ -77,6 +79,7 @@ const ALWAYS = {
   claimed: runs.claimed,
   confirmed: runs.confirmed,
   stopRun: runs.stopRun,
+  retry: runs.retry,
   refused: runs.refused,
   approve: questions.approve,
   answered: (state, e) => (e.late ? answeredLate : questions.answered)(state, e),
@@ -120,7 +123,7 @@ const OF_SESSION = new Set([
 const TICK = [
   ending(session.watchSession),
   ...[
-    words.settle, words.listenForAnswer, words.listenForCommand, words.listenForLate, words.handTail,
+    words.settle, words.listenForAnswer, words.listenForCommand, words.listenForLate, words.correct, words.handTail,
     questions.askAnew, questions.remind, runs.reportProgress,
   ].map(whileLive),
   words.handLeft, runs.followAgain, runs.pollHeld, runs.claimDue, words.keepLines,
@@ -160,6 +163,8 @@ function ending(rule, before = words.handOver) {
 
 /** How this server is set up. @type {EventRule} */
 function configured(state, event) {
-  const { stopPhrases, goOnPhrases = [], repeatPhrases = [], progress = "normal", voiceApprovals = true, page } = event;
-  return [{ ...state, idleMs: event.idleSeconds * 1000, stopPhrases, goOnPhrases, repeatPhrases, progress, voiceApprovals, page }, []];
+  const { stopPhrases, stopSpeakingPhrases = [], goOnPhrases = [], repeatPhrases = [], retryPhrases = [] } = event;
+  const { progress = "normal", voiceApprovals = true, page } = event;
+  const phrases = { stopPhrases, stopSpeakingPhrases, goOnPhrases, repeatPhrases, retryPhrases };
+  return [{ ...state, idleMs: event.idleSeconds * 1000, ...phrases, progress, voiceApprovals, page }, []];
 }

@@ -28,14 +28,14 @@ const ONE_WORD_CHARS = 4; // of a script that sets no words apart
 const GARBLED_LEAST = 5;
 const GARBLED_PART = 0.8;
 const NO_SPACES = /^[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]$/u;
+// Where words are not set apart, characters serve.
+export const WORD = /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[\p{L}\p{M}\p{N}']+?(?=[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[^\p{L}\p{M}\p{N}']|$)/gu;
 
 /** A text's words with their times, in lower case. @param {Said[]} fragments @returns {Word[]} */
 export function wordsOf(fragments) {
   const ends = fragments.map((_, n) => fragments.slice(0, n + 1).reduce((sum, { text }) => sum + text.length, 0));
   const text = fragments.map((fragment) => fragment.text).join("");
-  // Where words are not set apart, characters serve.
-  const found = text.matchAll(/[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[\p{L}\p{M}\p{N}']+?(?=[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}]|[^\p{L}\p{M}\p{N}']|$)/gu);
-  return [...found].map((match) => {
+  return [...text.matchAll(WORD)].map((match) => {
     const from = ends.findIndex((end) => end > match.index);
     const to = ends.findIndex((end) => end >= match.index + match[0].length);
     // Only now: some letters are longer in lower case.

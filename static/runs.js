@@ -56,15 +56,55 @@ const TITLE_BYTES = 120; // of a request that an answer names
 /**
  * Hand over what was said, as one request; `ids` are the delegations it answers.
  * @param {State} state @param {string} key @param {string[]} ids
+ * @param {(fragment: transcript.Fragment) => boolean} [wanted] or these words only
  * @returns {Step}
  */
-export function delegate(state, key, ids) {
-  const lines = transcript.request(state.transcript);
-  const [handed, batch] = transcript.hand(state.transcript);
-  const request = lines.findLast((line) => line.speaker === "user")?.text ?? "";
+export function delegate(state, key, ids, wanted) {
+  const lines = transcript.request(state.transcript, wanted);
+  const [handed, batch] = transcript.hand(state.transcript, wanted);
+  const asked = lines.findLast((line) => line.speaker === "user")?.text ?? "";
+  const request = asked.replace(transcript.CORRECTION, "");
   const run = { ...newRun(state, key, null, request), lines, batch, batches: [batch] };
   const next = { ...state, transcript: handed, heardAt: state.now, actedAt: state.now, handed: batch };
   return [assign(withRuns(next, [...state.runs, run]), ids, "sent", key), [{ do: "delegate", key, lines }]];
+}
+
+/** What was not done is handed over once more, as the user wishes. @type {EventRule} */
+export function retry(state, event) {
+  return retried(state, event.key, []);
+}
+
+/**
+ * @param {State} state @param {string} key
+ * @param {string[]} ids the delegations that came with the wish
+ * @returns {Step}
+ */
+export function retried(state, key, ids) {
+  const failed = state.runs.find((run) => run.key === key && isRetryable(run));
+  if (!failed) return [state, []];
+  const { lines, request, batches } = failed;
+  const again = ownKey(state, "again");
+  const next = { ...state, counter: state.counter + 1, heardAt: state.now };
+  const once = changed(next, key, (run) => ({ ...run, lines: [] }));
+  const run = { ...newRun(state, again, null, request), lines, batches };
+  return chain(
+    assign(withRuns(once, [...once.runs, run]), ids, "sent", again),
+    (s) => note(s, `The user wants this to be tried again: ${request}`, null),
+    doing({ do: "delegate", key: again, lines }),
+  );
+}
+
+/** Whether a run was not done, and its words are there to be handed over again. @param {Run} run */
+export function isRetryable(run) {
+  return run.result?.finish === "failed" && run.lines.length > 0;
+}
+
+/**
+ * A key for words that no delegation brought. No other page has the same.
+ * @param {State} state @param {string} what
+ */
+export function ownKey(state, what) {
+  return [what, state.page, state.attempt, state.counter].filter((part) => part !== "").join("_");
 }
 
 /** @param {State} state @param {Run[]} runs @returns {State} */
@@ -99,6 +139,7 @@ export function listed(state, event) {
     progress: run.progress,
     seq: run.seq,
     following: !run.result,
+    lines: run.lines ?? [],
     result: run.result && resultOf(run.result),
     owed: run.result?.say ?? [],
     claim: run.result && !run.delivered && run.result.say?.length ? /** @type {const} */ ("due") : /** @type {const} */ (""),
@@ -152,21 +193,16 @@ export function update(state, event) {
   return rule({ ...numbered, heardAt: state.now }, run, event.update);
 }
 
-// In these states Hermes has the words.
-const TAKEN = ["running", "stopping"];
-
 /** @type {UpdateRule} */
 function ran(state, run, update) {
   const twin = state.runs.find((r) => r.runId === update.run_id && r.key !== run.key);
-  if (twin) return joined(state, run, twin, update.state);
+  if (twin) return joined(state, run, twin);
   const since = update.seconds === undefined ? run.since : state.now - update.seconds * 1000;
   const next = changed(state, run.key, (r) => ({
     ...r,
     runId: update.run_id,
     state: r.stopAsked ? "stopping" : update.state,
     since,
-    batches: TAKEN.includes(update.state) ? [] : r.batches,
-    lines: [],
   }));
   const stop = run.stopAsked && !run.runId ? [{ do: "stop", key: run.key, runId: update.run_id }] : [];
   return [next, stop];
@@ -174,12 +210,16 @@ function ran(state, run, update) {
 
 const TOGETHER = "This is answered together with the user's other words.";
 
-/** The server took these words into a run that was waiting: one run, one card. @param {State} state @param {Run} run @param {Run} into @param {string} reached @returns {Step} */
-function joined(state, run, into, reached) {
-  const batches = TAKEN.includes(reached) ? [] : [...into.batches, ...run.batches];
-  const runs = state.runs
-    .filter((r) => r.key !== run.key)
-    .map((r) => (r.key === into.key ? { ...r, request: run.request || r.request, batches } : r));
+/**
+ * The server took these words into a run that was waiting: one run, one card.
+ * @param {State} state @param {Run} run @param {Run} into
+ * @returns {Step}
+ */
+function joined(state, run, into) {
+  const request = run.request || into.request;
+  const both = { request, batches: [...into.batches, ...run.batches], lines: [...into.lines, ...run.lines] };
+  const others = state.runs.filter((r) => r.key !== run.key);
+  const runs = others.map((r) => (r.key === into.key ? { ...r, ...both } : r));
   const ids = delegationsOf(state, run.key);
   return chain(
     assign({ ...state, runs }, ids, into.result ? "answered" : "sent", into.key),
@@ -219,18 +259,18 @@ const REPLACED = "This request was replaced by what the user said since. The ans
 
 /** A run has ended. @type {UpdateRule} */
 function done(state, run, update) {
-  // Hermes never had these words, so the next request takes them along.
-  const unheard = update.finish_reason === "failed" && !update.superseded_by;
-  const unasked = unheard ? transcript.takeBack(state.transcript, run.batches) : state.transcript;
+  // What was not done is repeated by the user only.
+  const mayRetry = update.finish_reason === "failed" && !update.superseded_by;
   const over = changed(state, run.key, (r) => ({
     ...r,
     at: state.now, // its card moves to where the answer came
     state: "ended",
     following: false,
     result: resultOf(update),
+    lines: mayRetry ? r.lines : [],
     question: closedWithRun(r.question, state.now),
   }));
-  const quiet = unsay({ ...over, transcript: unasked }, (piece) => piece.run === run.key);
+  const quiet = unsay(over, (piece) => piece.run === run.key);
   if (update.continued_by) return goOn(quiet, run, update);
   const ids = delegationsOf(state, run.key);
   const answered = assign(quiet, ids, "answered", run.key);

@@ -41,8 +41,8 @@ import { thinking } from "./wire.js";
  *   is asked again about it, `attempt` the call in which it was asked.
  *   `stopSaid`: the user asked for the stop aloud. `held`: its stream brings nothing, and the
  *   server is asked instead, next at `pollAt`.
- *   `lines` are kept until the server has named the run, `batches` of words until Hermes
- *   has taken it.
+ *   `lines` are what was handed over, kept while it may have to be handed over again;
+ *   `batches` are those of its words.
  * @typedef {{id: string, attempt: number, at: number, placeMs: number | null, state: "settling" | "captured" | "sent" | "answered",
  *   run: string | null}} Delegation
  * @typedef {{key: number, level: "info" | "error", text: string, at: number, offersCall: boolean}} Notice
@@ -51,7 +51,7 @@ import { thinking } from "./wire.js";
 
 const HELD_KEPT = 50; // notes for a line that is asleep
 const NOTICES_KEPT = 30;
-const KEEP_LINES = 100; // at once; the server takes 200
+const KEEP_LINES = 100; // at once
 
 export const START = {
   // the session
@@ -91,8 +91,10 @@ export const START = {
   },
   idleMs: 300000,
   /** @type {string[]} */ stopPhrases: [],
+  /** @type {string[]} */ stopSpeakingPhrases: [],
   /** @type {string[]} */ goOnPhrases: [],
   /** @type {string[]} */ repeatPhrases: [],
+  /** @type {string[]} */ retryPhrases: [],
   progress: /** @type {import("./progress.js").Pace} */ ("normal"),
   voiceApprovals: true, // words may answer a question
   heldTold: false, // that something on the way holds streams back
@@ -231,8 +233,24 @@ export function keep(state) {
     ...handedWith(state, line),
   }));
   const saved = { ...state, linesAt: 0, transcript: transcript.save(state.transcript) };
-  const starts = lines.map((_, n) => n).filter((n) => n % KEEP_LINES === 0);
-  return [saved, starts.map((n) => ({ do: "keep", lines: lines.slice(n, n + KEEP_LINES) }))];
+  return [saved, batched(lines).map((batch) => ({ do: "keep", lines: batch }))];
+}
+
+/**
+ * Lines in batches that the server takes at once.
+ * @template {{text: string}} L @param {L[]} lines
+ * @returns {L[][]}
+ */
+function batched(lines) {
+  /** @type {L[][]} */
+  const batches = [];
+  for (const line of lines) {
+    const last = batches.at(-1);
+    const isFull = !last || last.length === KEEP_LINES || transcript.cost([...last, line]) > transcript.REQUEST_CHARS;
+    if (!isFull) last.push(line);
+    else batches.push([line]);
+  }
+  return batches;
 }
 
 /** The request that took a line's words: the server's clock may not tell which of the two came first. @param {State} state @param {transcript.Line} line */

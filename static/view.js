@@ -2,6 +2,7 @@
 
 import { parse, toNodes } from "./markdown.js";
 import { mayClick } from "./questions.js";
+import { isRetryable } from "./runs.js";
 import { inOrder, isAsking } from "./state.js";
 import { costOf, statusOf } from "./status.js";
 import { textOf } from "./transcript.js";
@@ -78,9 +79,9 @@ const asked = new Map();
 let atEnd = true;
 /** How far the log was scrolled when that was last looked at. */
 let scrolled = 0;
-/** @typedef {{start(): void, approve(key: string, requestId: string, choice: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
+/** @typedef {{start(): void, approve(key: string, requestId: string, choice: string): void, retry(key: string): void, switchTo(id: string): void, forget(id: string): void}} Actions */
 /** @type {Actions} */
-let actions = { start() {}, approve() {}, switchTo() {}, forget() {} };
+let actions = { start() {}, approve() {}, retry() {}, switchTo() {}, forget() {} };
 
 /**
  * @param {{start(): void, hangUp(): void, mute(): void, stopSpeaking(): void, goOn(): void,
@@ -420,6 +421,7 @@ function visible(run, state) {
     state: run.result ? (FINISHED[run.result.finish] ?? "Ended") : workingLabel(run),
     isNew: isNew(run, state),
     failed: !!run.result && !["stop", "cancelled"].includes(run.result.finish),
+    mayRetry: isRetryable(run),
     progress: run.result ? "" : run.progress,
     tools: run.tools,
     answer: run.result?.show ?? "",
@@ -465,7 +467,17 @@ function drawRun(element, run) {
     parts.push(answer);
   }
   if (run.tools.length) parts.push(drawTools(run.tools, open));
+  if (run.mayRetry) parts.push(retryButton(run.key));
   element.replaceChildren(...parts);
+}
+
+/** @param {string} key */
+function retryButton(key) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = "Ask again";
+  button.addEventListener("click", () => actions.retry(key));
+  return button;
 }
 
 /** @param {Run["tools"]} tools @param {boolean} open */

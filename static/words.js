@@ -6,33 +6,43 @@
 //               once it is quiet
 //   left        words that a question took and that are no answer: a request once it closes
 //   late        words soon after a question closed: late.js asks the server
+//   talk        only thanks, or a command that means nothing at this time: answered, no request
 //   request     everything else that the model hands over, once it is complete
+//   correction  a word that came late into a request that was handed over: its whole sentence
 //   tail        words that go on with a request that was handed over in mid-sentence
 //
-// Words that nobody handed over stay, and go along with the next request.
+// Words that nobody handed over stay, and go along with the next request. What is more than one
+// request may hold is refused as a whole, and the user is told.
 
 import { lateAnswer } from "./late.js";
-import { isOneOf } from "./phrases.js";
+import { isOneOf, isSmallTalk } from "./phrases.js";
 import { mayBeEcho, wordsOf } from "./echo.js";
 import { answer, ask, isHeard, isLeft, releaseCaptured, typedAnswer, unclear } from "./questions.js";
-import { delegate, stopRun } from "./runs.js";
+import { delegate, isRetryable, ownKey, retried, stopRun } from "./runs.js";
 import { close } from "./session.js";
 import { areLate, dueAt, haveMarks } from "./settle.js";
 import * as speech from "./speech.js";
 import { answerable, assign, captured, chain, changed, each, keep, note, noteAll, notify, openQuestion, say, settling } from "./state.js";
 import * as transcript from "./transcript.js";
-import { giveWay, goOn, sayAgain } from "./voice.js";
+import { giveWay, goOn, sayAgain, stopSpeaking } from "./voice.js";
 
-/** @import { EventRule, Rule, State, Step } from "./state.js" */
+/** @import { EventRule, Rule, Run, State, Step } from "./state.js" */
 /** @typedef {(state: State, ids: string[]) => Step} Command   `ids`: the delegations that came with it */
 
 const UTTERANCE_MS = 1300; // of quiet after which an answer is complete
+const LATE_MS = 600; // of nothing, after a word that came late
 const AGAIN_MS = 10000; // in which a delegation without new words is about the words before
 const REQUEST_WORDS = 3; // with fewer it is a remark, which goes along with the next request
 const ECHO_MS = 3000; // words come up to 2 s after they were said
 const DELEGATIONS_KEPT = 100;
 const KEEP_MS = 1500; // of quiet, then what was said is kept by the server
 const KEEP_AGAIN_MS = 5000;
+
+const MOST = `${transcript.REQUEST_CHARS.toLocaleString("en")} characters, more than Hermes can be given at once`;
+const TOO_LONG = `What you said since your last request is longer than ${MOST}. None of it was sent. Say it in parts.`;
+const TYPED_TOO_LONG = `Your message is longer than ${MOST}. It was not sent. Send it in parts.`;
+const JUST_TALK = "Nothing was asked of Hermes with that, so no task was started. Answer it yourself.";
+const BE_QUIET = "The user wants you to be quiet until they speak again. Hermes's work goes on.";
 
 // ---- they come
 
@@ -43,7 +53,15 @@ export function heard(state, event) {
   const next = { ...state, transcript: added, heardAt: state.now, linesAt: state.now };
   if (event.speaker === "assistant") next.speech = speech.voiced(state.speech, words.text);
   else if (!transcript.isEchoing(added)) next.speech = speech.listened(state.speech, state.now, !transcript.isSound(words.text));
-  return [next, []];
+  return event.speaker === "user" && transcript.isTooLong(added) ? refuseWords(next) : [next, []];
+}
+
+/** What was said and not handed over is too much for a request. @type {Rule} */
+function refuseWords(state) {
+  const ids = settling(state).map((d) => d.id);
+  const [handed] = transcript.hand(state.transcript);
+  const next = assign({ ...state, transcript: handed, actedAt: state.now }, ids, "answered", null);
+  return reply(notify(next, "error", TOO_LONG), TOO_LONG, ids);
 }
 
 /** While the voice is heard, the microphone may hear it too. @param {State} state @param {transcript.Transcript} added */
@@ -61,10 +79,16 @@ export function delegated(state, event) {
 
 /** A typed message takes the same way as a spoken one. @type {EventRule} */
 export function typed(state, event) {
-  if (isOneOf(event.text, state.stopPhrases)) return typedStop(state, event.text);
+  const command = TYPED.find(([phrases, means]) => means(state) && isOneOf(event.text, phrases(state)));
+  if (command) return command[2](typedCommand(state, event.text));
   const asking = answerable(state);
   if (asking) return typedAnswer(state, asking, event.text);
+  if (transcript.cost([{ text: event.text }]) > transcript.REQUEST_CHARS) {
+    return [notify(state, "error", TYPED_TOO_LONG), [{ do: "draft", text: event.text }]];
+  }
   const added = transcript.addTyped(state.transcript, event.text, state.attempt, state.now);
+  // What was said before it goes first.
+  if (transcript.isTooLong(added)) return chain(state, refuseWords, (s) => typed(s, event));
   // It takes along what was said before it, and so answers the delegations of that.
   const ids = settling(state).map((d) => d.id);
   return chain(
@@ -74,13 +98,17 @@ export function typed(state, event) {
   );
 }
 
-/** @param {State} state @param {string} text @returns {Step} */
-function typedStop(state, text) {
+/** A typed command is shown, and is no request. @param {State} state @param {string} text @returns {State} */
+function typedCommand(state, text) {
   const [handed] = transcript.addHanded(state.transcript, text, state.attempt, state.now);
-  const next = { ...state, transcript: handed, heardAt: state.now, linesAt: state.now };
+  return { ...state, transcript: handed, heardAt: state.now, linesAt: state.now };
+}
+
+/** @type {Rule} */
+function typedStop(state) {
   const left = state.runs.filter((run) => !run.result);
-  if (!left.length) return [notify(next, "info", "Nothing is running."), []];
-  return each(next, left.filter((run) => !run.stopAsked), (s, { key }) => stopRun(s, { type: "stopRun", key }));
+  if (!left.length) return [notify(state, "info", "Nothing is running."), []];
+  return each(state, left.filter((run) => !run.stopAsked), (s, { key }) => stopRun(s, { type: "stopRun", key }));
 }
 
 // ---- they are complete
@@ -93,7 +121,15 @@ export function settle(state) {
   if (!transcript.isAsking(left.transcript)) return withoutWords(left, ids);
   // Places that were waited for in vain are not waited for again.
   const next = isWaiting(left) ? { ...left, placesHold: false } : left;
-  return spokenCommand(next)?.(next, ids) ?? lateAnswer(next, ids) ?? delegate(next, ids[0], ids);
+  return spokenCommand(next)?.(next, ids) ?? lateAnswer(next, ids) ?? requested(next, ids);
+}
+
+/** What the model handed over is a request, unless it asks for nothing. @type {Command} */
+function requested(state, ids) {
+  if (isTalk(state)) return talk(state, ids);
+  // Lines that were handed over give way to newer ones.
+  const isLong = state.transcript.lines.length > transcript.LINES_KEPT;
+  return chain(state, ...(isLong ? [keep] : []), (s) => delegate(s, ids[0], ids));
 }
 
 /** What was delegated after an open question was asked is about it; before, it is a request of its own. @param {State} state @returns {State} */
@@ -122,11 +158,11 @@ function isWaiting(state) {
 export function handOver(state) {
   const left = capture(state);
   const ids = settling(left).map((d) => d.id);
-  if (!ids.length) return tail(left);
+  if (!ids.length) return chain(left, (s) => corrected(s, 0), tail);
   if (!transcript.isAsking(left.transcript)) return [left, []];
   const command = spokenCommand(left);
   if (command === spokenHangUp) return [commanded(left, ids, null), []];
-  return command ? command(left, ids) : delegate(left, ids[0], ids);
+  return command ? command(left, ids) : requested(left, ids);
 }
 
 /** The user ends it: what was said last is whole. @type {Rule} */
@@ -142,8 +178,35 @@ export function handTail(state) {
 
 /** @type {Rule} */
 function tail(state) {
-  if (answerable(state) || !transcript.goesOn(state.transcript, state.handed)) return [state, []];
-  return delegate({ ...state, counter: state.counter + 1 }, `tail_${state.attempt}_${state.counter}`, []);
+  const goesOn = transcript.goesOn(state.transcript, state.handed);
+  if (answerable(state) || !goesOn || isTalk(state)) return [state, []];
+  return delegate({ ...state, counter: state.counter + 1 }, ownKey(state, "tail"), []);
+}
+
+/**
+ * A word that came late into what was handed over makes its sentence another: that is handed
+ * over at once, whatever else goes on.
+ * @type {Rule}
+ */
+export function correct(state) {
+  return corrected(state, LATE_MS);
+}
+
+/** @param {State} state @param {number} quietMs after the last late word @returns {Step} */
+function corrected(state, quietMs) {
+  const sentence = transcript.corrected(state.transcript, state.runs.flatMap((run) => run.batches));
+  const late = sentence.filter((f) => f.into && !f.batch);
+  if (!late.length || state.now - Math.max(...late.map((f) => f.at)) < quietMs) return [state, []];
+  const run = /** @type {Run} */ (state.runs.findLast((r) => late.some((f) => r.batches.includes(f.into))));
+  const isSaid = (/** @type {transcript.Fragment} */ f) => sentence.includes(f);
+  if (!run.stopAsked && run.result?.finish !== "failed") {
+    return delegate({ ...state, counter: state.counter + 1 }, ownKey(state, "tail"), [], isSaid);
+  }
+  // Nobody acts on them: if they are asked for once more, it goes along.
+  const lines = run.lines.length ? [...run.lines, ...transcript.request(state.transcript, isSaid)] : [];
+  const [handed, batch] = transcript.hand(state.transcript, isSaid);
+  const batches = [...run.batches, batch];
+  return [changed({ ...state, transcript: handed }, run.key, (r) => ({ ...r, lines, batches })), []];
 }
 
 /** A delegation without words is no request, but it gets an answer. @type {Command} */
@@ -234,6 +297,12 @@ function mayAskAgain(state) {
   return stage === "queued" || stage === "asked";
 }
 
+/** The newest task, if it was not done. @param {State} state */
+function failed(state) {
+  const newest = state.runs.at(-1);
+  return newest && isRetryable(newest) ? newest : null;
+}
+
 // One of these phrases, at a time when it means something, does this. The first that fits.
 /** @type {[phrases: (state: State) => string[], means: (state: State) => boolean, obey: Command][]} */
 const COMMANDS = [
@@ -241,15 +310,53 @@ const COMMANDS = [
   [(state) => state.stopPhrases, (state) => stoppable(state).length > 0, spokenStop],
   [(state) => state.repeatPhrases, mayAskAgain, spokenAskAgain],
   [(state) => state.stopPhrases, (state) => state.runs.every((run) => run.result || run.stopAsked), spokenStopOfNothing],
+  [(state) => state.stopSpeakingPhrases, () => true, spokenQuiet],
   [(state) => state.goOnPhrases, (state) => isSince(state, state.speech.kept), spokenGoOn],
   [(state) => state.repeatPhrases, (state) => isSince(state, state.speech.last), spokenSayAgain],
+  [(state) => state.retryPhrases, (state) => (failed(state)?.at ?? Infinity) <= state.speech.userAt, spokenRetry],
 ];
+
+// The same of what is typed.
+/** @type {[phrases: (state: State) => string[], means: (state: State) => boolean, obey: Rule][]} */
+const TYPED = [
+  [(state) => state.stopPhrases, () => true, typedStop],
+  [(state) => state.stopSpeakingPhrases, (state) => state.phase === "live", stopSpeaking],
+  [(state) => state.goOnPhrases, (state) => mayTell(state, state.speech.kept), goOn],
+  [(state) => state.repeatPhrases, (state) => mayTell(state, state.speech.last), sayAgain],
+  [(state) => state.retryPhrases, (state) => !!failed(state), (state) => retried(state, failed(state)?.key ?? "", [])],
+];
+
+/**
+ * Whether there is something for the voice to go on with.
+ * @param {State} state @param {speech.Piece[]} pieces
+ */
+function mayTell(state, pieces) {
+  return state.phase === "live" && !openQuestion(state) && pieces.length > 0;
+}
 
 /** What the user's newest words, all of them, ask of the call itself. @param {State} state @returns {Command | null} */
 function spokenCommand(state) {
   const said = transcript.newestWords(state.transcript, state.attempt);
-  const row = COMMANDS.find(([phrases, means]) => isOneOf(said, phrases(state)) && means(state));
+  const row = said && COMMANDS.find(([phrases, means]) => means(state) && isOneOf(said, phrases(state)));
   return row ? row[2] : null;
+}
+
+/** Whether nothing that the user said, and was not handed over, asks for anything. @param {State} state */
+function isTalk(state) {
+  const lines = transcript.pending(state.transcript).filter((line) => line.speaker === "user");
+  const said = lines.filter((line) => !transcript.isSound(line.text));
+  // To a question of Hermes's at the end of its answer, "go on" is an answer.
+  const isAsked = /[?？؟]["'”’)\]」』]*$/u.test(state.speech.last.at(-1)?.text.trim() ?? "");
+  const idle = isAsked ? state.repeatPhrases : [...state.goOnPhrases, ...state.repeatPhrases];
+  const sentences = said.flatMap(({ text }) => text.split(/(?<=[.!?…。！？])/u)).filter((text) => text.trim());
+  return sentences.length > 0 && sentences.every((text) => isSmallTalk(text) || isOneOf(text, idle));
+}
+
+/** The voice model handed over what is for itself. @type {Command} */
+function talk(state, ids) {
+  const [handed] = transcript.hand(state.transcript, (_, line) => line.speaker === "user");
+  const next = { ...state, transcript: handed, actedAt: state.now };
+  return noteAll(assign(next, ids, "answered", null), JUST_TALK, ids);
 }
 
 /** A command that the model did not hand over. @type {Rule} */
@@ -304,13 +411,28 @@ function spokenAskAgain(state, ids) {
 }
 
 /** @type {Command} */
+function spokenQuiet(state, ids) {
+  return chain(commanded(state, ids, null), giveWay, (s) => noteAll(s, BE_QUIET, ids.length ? ids : [null]));
+}
+
+/** @type {Command} */
+function spokenRetry(state, ids) {
+  return retried(commanded(state, ids, null), failed(state)?.key ?? "", ids);
+}
+
+/** @type {Command} */
 function spokenGoOn(state, ids) {
   return chain(commanded(state, ids, null), (s) => noteAll(s, "The rest of the answer follows.", ids), goOn);
 }
 
-/** @type {Command} */
+/** The voice is told how it was put: it may be to be slower, too. @type {Command} */
 function spokenSayAgain(state, ids) {
-  return chain(commanded(state, ids, null), (s) => noteAll(s, "The last answer follows once more.", ids), sayAgain);
+  const said = transcript.newestWords(state.transcript, state.attempt);
+  return chain(
+    commanded(state, ids, null),
+    (s) => noteAll(s, `The user said “${said}” The last answer follows once more.`, ids.length ? ids : [null]),
+    sayAgain,
+  );
 }
 
 // ---- they are kept

@@ -578,12 +578,14 @@ class LiveSession:
         delegate_before_last_words=False,
         duplicate_event=False,
         late_fragment=False,
+        late_by=0.0,
         interrupt=False,
     ):
         """Let the user speak. Return the delegation's id, or None if there is none.
 
         Nothing is heard of a muted user. Speech wakes a paused session. `late_fragment`
-        delivers a word from the middle last; `interrupt` makes the voice fall silent.
+        delivers a word from the middle last, or `late_by` seconds after the delegation;
+        `interrupt` makes the voice fall silent.
         """
         if interrupt:
             self._voice.hush()
@@ -606,6 +608,9 @@ class LiveSession:
                 event = self._emit("session.input_transcript.delta", **heard)
         if self.muted:
             return delegation
+        if late and late_by:
+            delegation = delegation or (self._delegate() if delegate else None)
+            await self._pass(late_by)
         if late:
             event = self._emit("session.input_transcript.delta", **late)
         if duplicate_event:

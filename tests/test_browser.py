@@ -10,6 +10,7 @@ from live_service import LiveService
 from playwright.sync_api import expect
 from scripted_hermes import ScriptedHermes, event, reply, stream
 from sidecar import TOKEN, Sidecar, conversation_of
+from working_hermes import WorkingHermes
 
 IDEMPOTENT = {"features": {"runs_idempotency": {"supported": True}}}
 RUNNING = {"status": "running"}
@@ -274,6 +275,47 @@ def test_a_hermes_that_is_down_is_named_aloud_and_on_the_screen(browser):
 
         line.live.wait_spoken("Hermes cannot be reached")
         expect(line.card).to_contain_text("Not done")
+
+
+def test_what_was_not_done_goes_along_with_nothing_and_is_asked_for_again_by_a_click(browser):
+    hermes = WorkingHermes()
+    hermes.once("POST", "/v1/runs", reply(400, {"error": {"message": "No."}}))
+    with Line(browser, hermes) as line:
+        line.type("Check staging.")
+        expect(line.card).to_contain_text("Not done")
+        line.type("Check the wiki.")
+        hermes.run(1).end("completed", output="Fine.")
+
+        line.button("Ask again").click()
+        hermes.run(2).end("completed", output="Healthy.")
+
+        expect(line.card.last).to_contain_text("Healthy.")
+        expect(line.button("Ask again")).to_have_count(0)
+        assert [run.body["input"] for run in hermes.runs] == ["Check the wiki.", "Check staging."]
+
+
+@pytest.mark.parametrize(
+    "text", ["漢字" * 31_900, f"{'line of a list, ' * 4}\n" * 900], ids=["wide", "lines"]
+)
+def test_a_long_message_reaches_hermes_whole_and_is_kept_whole(browser, text):
+    with Line(browser, answering("Read.")) as line:
+        line.type(text)
+
+        expect(line.card).to_contain_text("Read.")
+        (asked,) = [seen.body["input"] for seen in line.hermes.seen if seen.path == "/v1/runs"]
+        assert asked == text.strip()
+        path = f"conversations/{conversation_of(line.page)}"
+        kept = lambda: [said["text"] for said in line.sidecar.get(path)["lines"]]  # noqa: E731
+        line.live.wait_for(lambda: kept() == [text.strip()], about="the journal")
+
+
+def test_a_message_that_is_too_long_comes_back_with_the_reason(browser):
+    with Line(browser, answering("Read.")) as line:
+        line.type("x" * 64_001)
+
+        expect(line.log).to_contain_text("longer than 64,000 characters")
+        expect(line.page.get_by_role("textbox", name="Message Hermes")).to_have_value("x" * 64_001)
+        assert line.runs() == []
 
 
 def test_the_token_is_asked_for_kept_as_chosen_and_never_in_a_url(browser):

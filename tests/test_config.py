@@ -88,6 +88,7 @@ def test_an_empty_object_is_the_default_too():
         ({"currency": "€"}, {"currency": "€"}),
         ({"voice_approvals": False}, {"voice_approvals": False}),
         ({"hang_up_phrases": []}, {"hang_up_phrases": ()}),
+        ({"stop_speaking_phrases": [" Hush "]}, {"stop_speaking_phrases": ("Hush",)}),
         ({"public_hosts": ["Voice.Example.org.", "a"]}, {"public_hosts": ("voice.example.org", "a")}),
         (
             {"trusted_proxies": ["127.0.0.1", "fd00::/8"]},
@@ -160,6 +161,8 @@ def test_good_values_are_taken(given, used):
         ({"hang_up_phrases": "bye"}, "'hang_up_phrases' must be a list of at most 100 phrases"),
         ({"go_on_phrases": [""]}, "'go_on_phrases' must not hold an empty phrase"),
         ({"repeat_phrases": [5]}, "'repeat_phrases' must be a string"),
+        ({"retry_phrases": {}}, "'retry_phrases' must be a list of at most 100 phrases"),
+        ({"stop_speaking_phrases": [""]}, "'stop_speaking_phrases' must not hold an empty phrase"),
         ({"history_days": 0}, "'history_days' must be a whole number from 1 to 36500"),
         ({"on_new_request": "stear"}, "'on_new_request' must be one of steer, restart, queue"),
         ({"on_new_request": ["steer"]}, "'on_new_request' must be one of steer, restart, queue"),

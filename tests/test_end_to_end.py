@@ -235,6 +235,23 @@ def test_a_correction_reaches_the_agent_together_with_the_first_request(line, he
     expect(line.card.last).to_contain_text("Done")
 
 
+def test_a_word_that_comes_late_reaches_the_agent_at_once_with_its_whole_sentence(line, hermes):
+    before = len(hermes.model.requests)
+    session = line.start("Listening")
+    text = "Do not delete the logs today. [[steps n=30 delay=1]]"
+
+    session.user_says(text, delegate=True, late_fragment=True, late_by=2)
+
+    def told():
+        return [text for asked in hermes.model.requests[before:] for text in [*asked.users, *asked.steers]]
+
+    whole = "What I said is: Do not delete the logs today."
+    line.live.wait_for(lambda: any(whole in each for each in told()), about="the correction")
+    assert "Do not delete the today." in told()[0]
+    line.button("Stop task").click()
+    line.live.wait_for(lambda: all(run["result"] for run in line.runs()), about="the end of all runs")
+
+
 def test_an_unrelated_request_while_hermes_answers_without_tools_is_answered_too(line):
     session = line.start("Listening")
 

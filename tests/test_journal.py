@@ -640,6 +640,13 @@ def test_the_newest_lines_are_given_oldest_first(journal):
     assert texts == [str(number) for number in range(10, LINES_LISTED + 10)]
 
 
+def test_the_list_of_conversations_does_not_hold_a_dictation(journal):
+    journal.add_lines("c1", [line("1", "word " * 12_000)], 1.0)
+
+    (talk,) = journal.conversations()
+    assert talk["title"] == ("word " * 12_000)[: hermes_voice.TITLE_CHARS]
+
+
 def test_conversations_are_listed_newest_first_with_their_first_words(journal):
     journal.add_lines("c1", [line("0", "Hello!", "assistant"), line("1", "One."), line("2", "More.")], 1.0)
     journal.add_lines("c2", [line("0", "Hello!", "assistant")], 2.0)

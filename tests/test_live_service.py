@@ -772,6 +772,21 @@ def test_fragments_can_come_late_and_twice(service, caller, session):
     assert deltas[2] == deltas[3]
 
 
+def test_a_fragment_can_come_after_the_delegation(service, caller, session):
+    session.user_says("one two three", delegate=True, late_fragment=True, late_by=0.2)
+    caller.wait("session.input_transcript.delta", count=3)
+
+    kinds = [kind for kind in caller.types() if "input_transcript" in kind or "delegation" in kind]
+    assert kinds == [
+        "session.input_transcript.delta",
+        "session.input_transcript.delta",
+        "session.delegation.created",
+        "session.input_transcript.delta",
+    ]
+    deltas = [event["delta"] for event in caller.events if event["type"] == kinds[0]]
+    assert deltas == ["one", " three", " two"]
+
+
 def test_delegation_can_come_without_words_and_twice(service, caller, session):
     first = session.delegate()
 

@@ -22,6 +22,7 @@ from bench import end_runs
 from scripted_hermes import ScriptedHermes, reply
 from working_hermes import WorkingHermes, join_workers
 
+import hermes_voice
 from hermes_voice import (
     ACCEPT_PAUSE,
     BODY_LIMIT,
@@ -759,15 +760,35 @@ def test_a_field_of_the_wrong_type_is_named(house, path, body, named):
     assert f"'{named}'" in json.loads(answer.data)["error"]["message"]
 
 
-@pytest.mark.parametrize("field", ["hermes_session", "text"])
-def test_half_a_character_is_refused(house, field):
-    text = {"hermes_session": "c1", "text": "Hi"} | {field: "\ud83d"}
-    body = {"hermes_session": text["hermes_session"], "lines": [{"speaker": "user", "text": text["text"]}]}
+def test_half_a_character_is_refused_in_an_id(house):
+    body = {"hermes_session": "\ud83d", "lines": [{"speaker": "user", "text": "Hi"}]}
 
     answer = house.ask("POST", "/delegate", body)
 
     assert answer.status == 400
-    assert field in json.loads(answer.data)["error"]["message"]
+    assert "hermes_session" in json.loads(answer.data)["error"]["message"]
+
+
+def test_half_a_character_in_what_was_said_is_mended_and_kept(house):
+    said = {"key": "p_1", "speaker": "user", "text": "a\ud83d\u0000b\u2028c"}
+
+    answer = house.ask("POST", "/conversations/c1/lines", {"lines": [said]})
+    kept = json.loads(house.ask("GET", "/conversations/c1").data)["lines"]
+
+    assert answer.status == 200
+    assert [line["text"] for line in kept] == ["a\ufffd b\nc"]
+
+
+def test_the_longest_request_fits_into_a_body(house):
+    line = {"key": "p_1", "speaker": "user", "text": "\u6f22" * hermes_voice.REQUEST_CHARS}
+
+    body = json.dumps({"lines": [line]}, ensure_ascii=False).encode()
+
+    answer = house.ask("POST", "/conversations/c1/lines", body)
+    kept = json.loads(house.ask("GET", "/conversations/c1").data)["lines"]
+
+    assert answer.status == 200
+    assert kept[0]["text"] == line["text"]
 
 
 @pytest.mark.parametrize("query", ["", "?conversation=", "?conversation=a%2Fb", "?conversation=..", "?x=c1"])
