@@ -26,17 +26,19 @@ const NEWEST_WORDS = 4; // of the voice; if they are the question's, nothing cam
 const LIKE = 0.75; // so many of the newest sentence's words are the question's
 const DESCRIPTION_BYTES = 180; // with more, the append would be cut before "yes or no"
 
-/** @typedef {{description: string, askedAt: number | null, until: number, saidAt: number, reminded: number}} Asked */
+/** @typedef {{description: string, choices: string[], askedAt: number | null, until: number, saidAt: number, reminded: number}} Asked */
 
-/** @param {boolean} byVoice whether words may answer it */
-function howTo(byVoice) {
+/** @param {{choices: string[]}} question @param {boolean} byVoice whether words may answer it */
+function howTo({ choices }, byVoice) {
+  if (!choices.includes("once")) return "It can only be denied, with the button on the screen.";
   return byVoice ? "Do you allow it, yes or no?" : "Please answer with the buttons on the screen.";
 }
 
-/** The question itself. @param {{description: string}} question @param {boolean} byVoice */
-export function questionWords({ description }, byVoice) {
+/** The question itself. @param {{description: string, choices: string[]}} question @param {boolean} byVoice */
+export function questionWords(question, byVoice) {
+  const { description } = question;
   const what = description ? ` It is about: ${cut(description, DESCRIPTION_BYTES)}.` : "";
-  return `Hermes asks for permission to run a command.${what} The exact command is on the screen. ${howTo(byVoice)}`;
+  return `Hermes asks for permission to run a command.${what} The exact command is on the screen. ${howTo(question, byVoice)}`;
 }
 
 /** How many reminders were due up to a time. @param {Asked} question @param {number} at */
@@ -55,9 +57,9 @@ export function mayRemind(question, at) {
 export function reminderWords(question, at, byVoice) {
   const seconds = Math.max(1, Math.round((question.until - at) / 1000));
   const due = remindersDue(question, at);
-  if (question.until - at <= LAST_MS) return `Last call: in ${seconds} seconds Hermes gives up on its question. ${howTo(byVoice)}`;
-  if (due > 1) return `Hermes still needs an answer, or it will not do it. ${seconds} seconds are left. ${howTo(byVoice)}`;
-  return `Hermes is waiting for your answer to its question. ${howTo(byVoice)}`;
+  if (question.until - at <= LAST_MS) return `Last call: in ${seconds} seconds Hermes gives up on its question. ${howTo(question, byVoice)}`;
+  if (due > 1) return `Hermes still needs an answer, or it will not do it. ${seconds} seconds are left. ${howTo(question, byVoice)}`;
+  return `Hermes is waiting for your answer to its question. ${howTo(question, byVoice)}`;
 }
 
 // ---- heard
