@@ -7,24 +7,38 @@ them on Hermes, streams the run back and relays approvals. The page speaks the a
 
 Trust boundary. This process holds two secrets, the OpenAI key and the Hermes key, and the
 second is as good as a shell on the Hermes host. Neither ever reaches the browser, the log
-or a URL. Whoever passes the gate (section `server`) drives the agent.
+or a URL. Whoever passes the gate (room `gate`) drives the agent.
 
 What it touches on this host: it reads the files it is told to read, keeps one SQLite file
 in its state directory, listens on one port and connects to OpenAI and to Hermes. It starts
 no other program.
 
-Each section uses only what stands above it:
+Each room uses only what stands above it, so it reads from the top; for the story from the
+outside begin at the last one.
 
     base       the error tree and the log line
-    config     settings, secrets, limits
+    config     settings, their checks and defaults
+    secrets    key files, credentials, certificates, addresses
     prompts    what the two models are told
-    core       what was said, which run is current, what Hermes's events mean: pure
+    talk       what was said, as Hermes and the voice model are given it: pure, as all up to pairing
+    answers    what is spoken and what is shown; masking
+    approvals  what a spoken answer to a question means
+    events     what Hermes's event stream means
+    run book   which run is current, and who tells the user of its end
+    meter      what sessions have used, and the caps
+    pairing    a code that is worth the access token once, and its picture
     journal    what must survive a restart
     upstream   the only code that opens a connection outwards
-    handlers   the App, the run's worker, one function per route
-    server     the gate, the route table, the HTTP adapter, the page's files
+    requests   what a handler is given, and the checks of it
+    app        the App and its lock; the worker that takes a run to its end
+    sessions   the routes of a call
+    routes     all other routes, one function each
+    gate       host, origin, token: the checks before every handler
+    http       the route table, the page's files, the HTTP adapter
     demo       a stand-in for Hermes, for a try without keys
-    command    flags, --check, signals, main
+    start      flags and files become a server; reload; systemd
+    check      what is right, what is wrong and what to do
+    command    main
 
 Live API: https://developers.openai.com/api/docs/guides/live
 Hermes:   https://github.com/NousResearch/hermes-agent
@@ -83,6 +97,9 @@ if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("hermes-voice: error: this Python is too old; it needs 3.11 or newer")
 
 Json = dict[str, Any]
+
+# Of a run, a conversation, a delegation, a question.
+ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 # ---- base --------------------------------------------------------------------
 #
@@ -555,6 +572,11 @@ def _networks(value: object) -> tuple[Network, ...]:
 
 CONFIG_CHECKS = {name: key.__metadata__ for name, key in get_type_hints(Config, include_extras=True).items()}
 
+# ---- secrets -----------------------------------------------------------------
+#
+# Where secrets, certificates and addresses come from: files that only their owner may read,
+# systemd's credentials, Hermes's .env. Nothing here is ever logged or put into a URL.
+
 
 def read_secret(path: Path, flag: str) -> str:
     """Read one secret. Raise ConfigError, naming the flag, if it is not fit for use."""
@@ -803,18 +825,16 @@ def glossary_lines(glossary: Iterable[Term]) -> str:
     )
 
 
-# ---- core --------------------------------------------------------------------
+# ---- talk --------------------------------------------------------------------
+#
+# What was said, as Hermes and the voice model are given it. From here to `pairing` the rooms
+# are silent, as h11 is:
 #
 # 1. Nothing here opens, waits, sleeps, logs, locks or reads a clock.
 # 2. Input comes in through few named doors; output is a returned value.
 # 3. Chunks may be cut anywhere. The end of input is its own door.
 # 4. Unknown Hermes events are ignored, so a newer Hermes may add some.
 # 5. A run has exactly one final update, whatever happens to the connection.
-#
-# In this order: what was said and what is answered; spoken approvals; Hermes's events;
-# the run book; the meter; pairing.
-
-# What is said
 
 # The one limit of what the user says or types, here and in the page: an hour of speech. Beyond it
 # a request is refused; within it the user's words are kept whole, and the voice's fill the rest.
@@ -928,7 +948,10 @@ def _is_talk(message: Json) -> bool:
     )
 
 
-# What is answered
+# ---- answers -----------------------------------------------------------------
+#
+# An answer as it is spoken and as it is shown: what is taken out for the ear never changes
+# what is said. Secrets are masked, texts are cut between characters.
 
 # The group is what stays in front of the secret.
 _SECRET_SHAPES = re.compile(
@@ -1360,7 +1383,11 @@ def _is_joined(before: str, character: str) -> bool:
     )
 
 
-# Spoken approvals: the whole utterance, less politeness, must be one of these, with what is
+# ---- approvals ---------------------------------------------------------------
+#
+# What a spoken answer to a question means.
+#
+# The whole utterance, less politeness, must be one of these, with what is
 # in brackets or without it. What people say while they listen is none of them, in no
 # language: okay, mhm, vale, tamam, うん, 好的. Every letter counts with its marks: "sí" is yes
 # and "si" is if; in Hindi "हाँ" is yes and "हूँ" a listening sound.
@@ -1572,6 +1599,7 @@ def read_answer(
     meant.discard("")
     return meant.pop() if len(meant) == 1 else None
 
+
 # A request begins so behind a yes: "yes, but only the old ones".
 _REQUEST_BEGINS = re.compile(
     r"(?<!\w)(?:but|and|only|except|then|instead|first|before|after|if|unless|without|wait|not|also"
@@ -1607,7 +1635,9 @@ def has_request(heard: str, read: Callable[[str], str | None]) -> bool:
     return False
 
 
-# Hermes's events
+# ---- events ------------------------------------------------------------------
+#
+# What Hermes's stream means: bytes go in, updates for the page come out.
 
 # One event holds at most an answer; the longest seen was 300 kB.
 EVENT_LIMIT = 4 << 20  # bytes
@@ -2127,7 +2157,9 @@ RUN_UPDATES: dict[str, Callable[[RunStream, Json, float], list[Json]]] = {
 }
 
 
-# The run book
+# ---- run book ----------------------------------------------------------------
+#
+# Which run is current in each conversation, and who tells the user of its end.
 #
 #   state      means                                 left by
 #   queued     waits until the run before it ended   begin -> starting; stop -> ended
@@ -2152,7 +2184,6 @@ RUN_UPDATES: dict[str, Callable[[RunStream, Json, float], list[Json]]] = {
 RUNS_LIMIT = 200  # kept, ended ones included; the oldest ended go first
 ACTIVE_LIMIT = 16  # unended, over all conversations; Hermes itself takes 10
 
-ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 RECORD_SECONDS = 5  # at most, until a step is written down; nothing else depends on it
 
@@ -2538,7 +2569,9 @@ class Claims:
             del self._held[run_id]
 
 
-# The meter
+# ---- meter -------------------------------------------------------------------
+#
+# What sessions have used, and how long a call may go on.
 
 BILLED_LEAST = 15  # seconds; the vendor takes them with the opening
 # A browser gives a page in the background a turn once a minute.
@@ -2585,7 +2618,7 @@ def next_hang_up(now: float, left: float) -> tuple[float, str]:
     return now + min(left, UNHEARD_SECONDS), reason
 
 
-# Pairing
+# ---- pairing -----------------------------------------------------------------
 #
 # A pairing code is worth the access token, once. It is the time it was made at and a MAC
 # of that under the token, so the command that prints it and the server that takes it need
@@ -2618,6 +2651,76 @@ def pair_time(access: str, code: str, now: float, after: float) -> float:
         message = "This pairing link has expired or was used before. Print a new one: hermes-voice --pair."
         raise Conflict(message, code="pair_expired")
     return made
+
+
+# A QR code of version 5: the data in one block, error correction level L.
+QR_SIZE = 37  # modules
+QR_DATA, QR_CHECK = 108, 26  # codewords
+QR_BYTES = QR_DATA - 2  # of text; mode, length and end take two
+QR_FORMAT = 0x77C4  # level L with mask 0, which inverts where row + column is even
+QR_QUIET = 2  # light modules around it: half of the standard's, to fit 24 lines
+QR_COLOURS = "\x1b[38;5;16;48;5;231m"  # black on white, whatever the theme
+
+
+def qr_check(data: bytes) -> bytes:
+    """The Reed-Solomon codewords of a QR code's data."""
+
+    def times(a: int, b: int) -> int:  # in GF(256), whose polynomial is 0x11D
+        doubled = b << 1 ^ (0x11D if b > 127 else 0)
+        return times(a >> 1, doubled) ^ (a & 1) * b if a else 0
+
+    divisor, root = [1], 1
+    for _ in range(QR_CHECK):
+        divisor = [a ^ times(b, root) for a, b in zip([*divisor, 0], [0, *divisor], strict=True)]
+        root = times(root, 2)
+    rest = [0] * QR_CHECK
+    for byte in data:
+        first, *others = rest
+        rest = [a ^ times(b, byte ^ first) for a, b in zip([*others, 0], divisor[1:], strict=True)]
+    return bytes(rest)
+
+
+def qr_frame() -> dict[tuple[int, int], bool]:
+    """The modules that every such code has, by row and column: is it dark?"""
+    last = QR_SIZE - 1
+    frame = {(6, at): at % 2 == 0 for at in range(QR_SIZE)}
+    frame |= {(at, 6): at % 2 == 0 for at in range(QR_SIZE)}
+    squares = [(3, 3, 4, (2, 4)), (3, last - 3, 4, (2, 4)), (last - 3, 3, 4, (2, 4)), (30, 30, 2, (1,))]
+    for row, column, reach, light in squares:
+        for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
+            frame[row + down, column + right] = max(abs(down), abs(right)) not in light
+    for bit in range(15):
+        dark = bool(QR_FORMAT >> bit & 1)
+        frame[(bit + (bit > 5), 8) if bit < 8 else (8, (7 if bit == 8 else 14 - bit))] = dark
+        frame[(8, last - bit) if bit < 8 else (last - 14 + bit, 8)] = dark
+    frame[last - 7, 8] = True
+    return {at: dark for at, dark in frame.items() if min(at) >= 0 and max(at) < QR_SIZE}
+
+
+def qr_code(text: str) -> dict[tuple[int, int], bool]:
+    """The QR code of at most QR_BYTES of text, by row and column: is it dark?"""
+    raw = text.encode()
+    whole = (0x400 | len(raw)) << 8 * len(raw) | int.from_bytes(raw, "big")  # 4: bytes
+    data = ((whole << 4).to_bytes(len(raw) + 2, "big") + b"\xec\x11" * QR_DATA)[:QR_DATA]
+    bits = "".join(f"{byte:08b}" for byte in data + qr_check(data)) + "0" * 7
+    modules = qr_frame()
+    # In columns of two from the right, up and down in turn; the left timing line is skipped.
+    rows = range(QR_SIZE)
+    columns = [*range(QR_SIZE - 1, 7, -2), 5, 3, 1]
+    path = [(row, column - left) for turn, column in enumerate(columns)
+            for row in (rows if turn % 2 else reversed(rows)) for left in (0, 1)]  # fmt: skip
+    free = [at for at in path if at not in modules]
+    return modules | {at: (bit == "1") ^ (sum(at) % 2 == 0) for at, bit in zip(free, bits, strict=True)}
+
+
+def drawn(modules: Mapping[tuple[int, int], bool]) -> str:
+    """A QR code for a terminal, two rows to a line."""
+    span = range(-QR_QUIET, QR_SIZE + QR_QUIET)
+    lines = [
+        "".join(" ▄▀█"[2 * modules.get((row, at), False) + modules.get((row + 1, at), False)] for at in span)
+        for row in span[::2]
+    ]
+    return "\n".join(f"{QR_COLOURS}{line}\x1b[0m" for line in lines)
 
 
 # ---- journal -----------------------------------------------------------------
@@ -3357,47 +3460,12 @@ class EventStream:
             self._socket.shutdown(socket.SHUT_RDWR)
 
 
-# ---- handlers ----------------------------------------------------------------
+# ---- requests ----------------------------------------------------------------
 #
-# The App, the worker that takes one run from its turn to its end, and one function per
-# route, which knows nothing of sockets, headers or status codes.
-#
-# Threads: `app.changed` is the only lock. It is held for looking at the run book and
-# changing it, never across a call outwards. One worker thread and one reader thread per
-# unended run, and one that watches the live session's time; pages follow the sidecar's own
-# copy of the updates.
+# What a handler is given and what it gives back, and the checks of what a page sends: a
+# wrong type or size is named with its field.
 
-STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
-SHORTEST_CALL = 60  # seconds; with less left none is opened
-SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
-HEARD_LIMIT = 2000  # characters
-REASON = re.compile(r"[a-z0-9_]{1,64}")  # a code of the voice service's errors, as the page gives it
 LINE_AGE_MOST = 7 * 86400  # seconds that a page may have kept a line to itself
-
-# The config's keys that `GET /config` carries as they are.
-PAGE_KEYS = (
-    "language greeting progress idle_seconds standby_seconds on_long_run long_run_seconds call_minutes"
-    " day_minutes price_per_minute standby_price_per_minute currency stop_phrases stop_speaking_phrases"
-    " hang_up_phrases go_on_phrases repeat_phrases retry_phrases voice_approvals"
-).split()
-
-
-@dataclass(frozen=True)
-class Waits:
-    """How long streams and workers wait, in seconds."""
-
-    heartbeat: float = 15
-    # A run that has sent no event for so long is looked up; keepalives prove nothing.
-    silent: float = 10
-    # Looked up with growing waits once its events are lost or Hermes is away.
-    first: float = 0.5
-    slowest: float = 5
-    away: float = 600  # then the outcome is called unknown
-    turn: float = 30  # for a stopped run to end before its replacement starts
-    start: tuple[float, ...] = (0.5, 1, 2, 4)  # where Hermes names none; it is tried once more
-    start_most: float = 15
-    steer: float = 5  # for a run that Hermes was sent to be accepted
-    hang_up: tuple[float, ...] = (2, 10, 60)  # until a session that could not be ended is tried again
 
 
 @dataclass(frozen=True)
@@ -3425,6 +3493,95 @@ class Updates:
     """A streamed answer: batches of updates, written as they come."""
 
     batches: Iterator[list[Json]]
+
+
+def text_of(body: Json, key: str, limit: int) -> str:
+    """A string field. Raise BadRequest or TooLarge, naming it."""
+    value = body.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise BadRequest(f"'{key}' must be a string that is not empty.")
+    if len(value) > limit:
+        raise TooLarge(f"'{key}' must have at most {limit} characters.")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise BadRequest(f"'{key}' holds half a character.")
+    return value
+
+
+def words_of(body: Json, key: str, limit: int) -> str:
+    """A string field of what was said: it is mended, and not refused, for what no text may hold."""
+    value = body.get(key)
+    return text_of({key: mended(value)} if isinstance(value, str) else body, key, limit)
+
+
+def id_of(body: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """An id field, or where it is left out the default, if there is one. Raise BadRequest, naming it."""
+    value = body.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str) or not ID.fullmatch(value):
+        raise BadRequest(f"'{key}' must be 1 to 64 letters, digits, '-' or '_'.")
+    return value
+
+
+def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
+    """A list of what was said, each with a key if wanted. Raise BadRequest or TooLarge, naming the entry."""
+    entries = body.get(key)
+    if not isinstance(entries, list) or not entries:
+        raise BadRequest(f"'{key}' must be a list that is not empty.")
+    lines = []
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or entry.get("speaker") not in tuple(SPEAKERS):
+            raise BadRequest(f"'{key}[{number}]' must have a speaker, 'user' or 'assistant'.")
+        text = entry.get("text")
+        if not isinstance(text, str) or mended(text).strip():  # an empty line is harmless
+            name = f"{key}[{number}].text"
+            line = {"speaker": entry["speaker"], "text": words_of({name: text}, name, REQUEST_CHARS)}
+            lines.append(line | (keyed_fields(entry) if keyed else {}))
+    return lines
+
+
+def keyed_fields(entry: Json) -> Json:
+    """What a line carries that is kept: its key, its age, and the request that took its words, if one did."""
+    age = entry.get("age_seconds", 0)
+    if isinstance(age, bool) or not isinstance(age, int | float) or not 0 <= age < math.inf:
+        raise BadRequest("'age_seconds' must be a number of seconds that is not negative.")
+    delegation = id_of(entry, "delegation", "")
+    return {"key": id_of(entry, "key"), "age_seconds": min(age, LINE_AGE_MOST), "delegation": delegation}
+
+
+# ---- app ---------------------------------------------------------------------
+#
+# The App, and the worker that takes one run from its turn to its end.
+#
+# Threads: `app.changed` is the only lock. It is held for looking at the run book and
+# changing it, never across a call outwards. One worker thread and one reader thread per
+# unended run, and one that watches the live session's time; pages follow the sidecar's own
+# copy of the updates.
+
+STARTS_PER_MINUTE = 6  # each start of a call costs 15 s of billing
+
+
+@dataclass(frozen=True)
+class Waits:
+    """How long streams and workers wait, in seconds."""
+
+    heartbeat: float = 15
+    # A run that has sent no event for so long is looked up; keepalives prove nothing.
+    silent: float = 10
+    # Looked up with growing waits once its events are lost or Hermes is away.
+    first: float = 0.5
+    slowest: float = 5
+    away: float = 600  # then the outcome is called unknown
+    turn: float = 30  # for a stopped run to end before its replacement starts
+    start: tuple[float, ...] = (0.5, 1, 2, 4)  # where Hermes names none; it is tried once more
+    start_most: float = 15
+    steer: float = 5  # for a run that Hermes was sent to be accepted
+    hang_up: tuple[float, ...] = (2, 10, 60)  # until a session that could not be ended is tried again
+
+
+def in_background(function: Callable[..., None], *args: object) -> None:
+    """Run a function on a thread of its own."""
+    threading.Thread(target=function, args=args, daemon=True).start()
 
 
 class App:
@@ -3525,261 +3682,6 @@ def log_update(run: Run, update: Json) -> None:
         log_event("approval.asked", run=run.id, request=update["request_id"])
     elif update["type"] == "approval_closed":
         log_event("approval.closed", run=run.id, request=update["request_id"], reason=update["reason"])
-
-
-# Sessions
-
-
-def post_session(app: App, request: Request) -> Reply:
-    """Open a Live session for the page's offer. The newest start wins."""
-    openai = voice_service(app)
-    sdp = text_of(request.body, "sdp", SDP_LIMIT)
-    if not sdp.startswith("v=0") or "m=audio" not in sdp:
-        raise BadRequest("'sdp' must be an offer with an audio track.")
-    conversation, call = (id_of(request.body, key, "") for key in ("conversation", "call"))
-    # What was said on every page and device, where there is more than this page's own.
-    stored = app.journal.lines_of(conversation) if conversation else []
-    session = session_settings(app.config, request.body, stored)
-    with app.changed:
-        check_caps(app, call)
-        number = next_start(app)
-    session_id, answer = openai.open_session(session, sdp)
-    with app.changed:
-        late = number != app.start_number or request.gone()
-        ended = session_id if late else app.live_session
-        now = app.wall()
-        app.journal.save_session(Session(session_id, call or session_id, conversation, now, now))
-        if not late:
-            app.live_session = session_id
-            left = let_go_on(app, call or session_id)
-    log_event("session.opened", session=session_id, voice=session["audio"]["output"]["voice"])
-    if ended:
-        in_background(hang_up, app, ended)
-    if late:
-        raise Conflict("Another start of the call took over.", code="superseded")
-    in_background(watch, app, session_id)
-    body = {"session_id": session_id, "sdp": answer, "seconds_left": left}
-    return Reply(body, lost=lambda: hang_up(app, session_id))
-
-
-def voice_service(app: App) -> OpenAI:
-    """Where sessions are opened and closed. Raise Conflict in a demo, which has none."""
-    if app.openai is None:
-        message = "This is a demo: its voice is in the page. Start without --demo for a call over OpenAI."
-        raise Conflict(message, code="demo")
-    return app.openai
-
-
-def next_start(app: App) -> int:
-    """Count a start. Raise TooMany when they come too fast. The caller holds the lock."""
-    now = app.clock()
-    if len(app.starts) == STARTS_PER_MINUTE and now - app.starts[0] < 60:
-        wait = round(60 - (now - app.starts[0])) + 1
-        message = f"Too many calls were started within a minute. Try again in {wait} seconds."
-        raise TooMany(message, headers={"Retry-After": str(wait)})
-    app.starts.append(now)
-    app.start_number += 1
-    return app.start_number
-
-
-def session_settings(config: Config, body: Json, stored: Sequence[Json]) -> Json:
-    """The `session` object of a new Live session."""
-    asked = body.get("voice") or "custom"
-    voice = config.voice if asked in (config.voice, "custom") else asked
-    if voice != config.voice and voice not in VOICES:
-        raise BadRequest("'voice' must be one of the voices that /config lists.")
-    history = stored or (lines_of(body, "history") if body.get("history") else [])
-    pause = {"idle_timeout_s": config.standby_seconds, "wake_policy": {"type": "speech"}}
-    return {
-        **(pause if has_standby(config) else {}),
-        "model": config.model,
-        "instructions": persona(config),
-        "audio": {"output": {"voice": voice}},
-        "delegation": {"type": "client"},
-        "input": history_input(history),
-        "client": {
-            "data_channel": {
-                "allowed_client_events": list(CLIENT_EVENTS),
-                "allowed_server_events": [{"type": name} for name in SERVER_EVENTS],
-            }
-        },
-    }
-
-
-def has_standby(config: Config) -> bool:
-    """Whether sessions pause by themselves when nobody speaks, and wake when somebody does."""
-    return config.standby_seconds > 0 and config.model in STANDBY_MODELS
-
-
-def post_session_close(app: App, request: Request) -> Reply:
-    """Hang a session up from here: it is over, its page is gone, or its start was abandoned.
-
-    `reason` is the code of the error that ended it, if one did.
-    """
-    session_id, billed = metered(request.body)
-    reason = request.body.get("reason")
-    if reason is not None and not (isinstance(reason, str) and REASON.fullmatch(reason)):
-        raise BadRequest("'reason' must be 1 to 64 lower-case letters, digits or '_'.")
-    if reason:
-        log_event("session.troubled", logging.WARNING, session=session_id, reason=reason)
-    with app.changed:
-        note_session(app, session_id, billed=billed)
-    hang_up(app, session_id)
-    return Reply({"closed": True})
-
-
-def hang_up(app: App, session_id: str) -> None:
-    """End a session. One that cannot be ended is tried again, and nobody waits for that."""
-    with app.changed:
-        if app.live_session == session_id:
-            app.live_session = ""
-    was_open = end_session(app, session_id)
-    with app.changed:
-        note_session(app, session_id, was_open is not False, ended=True)
-        app.changed.notify_all()
-    if was_open is None:
-        in_background(hang_up_again, app, session_id)
-
-
-def end_session(app: App, session_id: str) -> bool | None:
-    """End a session at OpenAI. Return whether it was open, None if that failed, which is logged."""
-    try:
-        was_open = voice_service(app).hang_up(session_id)
-    except UpstreamError as error:
-        log_event("session.unclosed", logging.WARNING, session=session_id, detail=error.detail)
-        return None
-    log_event("session.closed", session=session_id)
-    return was_open
-
-
-def hang_up_again(app: App, session_id: str) -> None:
-    """Try again to end a session, which may cost until then."""
-    for wait in app.waits.hang_up:
-        with app.changed:
-            if app.changed.wait_for(lambda: app.closing, wait):
-                return
-        if end_session(app, session_id) is not None:
-            return
-
-
-def post_session_meter(app: App, request: Request) -> Reply:
-    """Note that the live session's page is there, and say how long the session may go on."""
-    session_id, billed = metered(request.body)
-    with app.changed:
-        if session_id != app.live_session:
-            raise Conflict("This call was ended, or another one took over.", code="not_live")
-        note_session(app, session_id, billed=billed)
-        call = next((each.call for each in app.journal.sessions(math.inf, session_id)), session_id)
-        return Reply({"seconds_left": let_go_on(app, call)})
-
-
-def metered(body: Json) -> tuple[str, float | None]:
-    """A session's id, and its seconds by the vendor's account, where the page knows them."""
-    session_id, seconds = text_of(body, "session_id", 200), body.get("seconds")
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", session_id):
-        raise BadRequest("'session_id' is not a session's id.")
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= 86400
-    if seconds is not None and not number:
-        raise BadRequest("'seconds' must be a number from 0 to 86400.")
-    return session_id, seconds
-
-
-def note_session(
-    app: App, session_id: str, is_open: bool = True, ended: bool = False, billed: float | None = None
-) -> None:
-    """Settle a session up to this moment, or as it was last heard of. The caller holds the lock."""
-    for session in app.journal.sessions(math.inf, session_id):
-        if session.id == session_id:
-            known = session.at(app.wall()) if is_open and not session.ended else session
-            billed = session.billed if billed is None else billed
-            app.journal.save_session(replace(known, ended=session.ended or ended, billed=billed))
-
-
-def day_around(now: float) -> tuple[float, float]:
-    """When the server's local day begins and ends; it can have 23 or 25 hours."""
-    year, month, day, *_ = time.localtime(now)
-    begin, end = (time.mktime((year, month, day + days, 0, 0, 0, 0, 0, -1)) for days in (0, 1))
-    return begin, end
-
-
-def time_left(app: App, call: str) -> tuple[float, float]:
-    """The seconds that a call has left by its own cap and by the day's. The caller holds the lock."""
-    now, config = app.wall(), app.config
-    day = day_around(now)
-    found = app.journal.sessions(day[0] - BILLED_LEAST, call)
-    sessions = [session if session.ended else session.at(now) for session in found]
-    by_call = call_left(sessions, call, 60 * config.call_minutes)
-    return by_call, day_left(sessions, day, now, 60 * config.day_minutes)
-
-
-def check_caps(app: App, call: str) -> None:
-    """Raise TooMany when there is too little time left for a session. The caller holds the lock."""
-    by_call, by_day = time_left(app, call)
-    if by_day < SHORTEST_CALL:
-        most = app.config.day_minutes
-        again = time.strftime("%A at %H:%M", time.localtime(day_around(app.wall())[1]))
-        raise TooMany(
-            f"Calls have taken {most - by_day / 60:.0f} of the {most} minutes a day. You can call again on"
-            f" {again}. To call sooner, raise 'day_minutes' in the config file and reload or restart"
-            " hermes-voice.",
-            code="day_cap",
-        )
-    if by_call < SHORTEST_CALL:
-        raise TooMany(
-            f"This call has used its {app.config.call_minutes} minutes. Start a new one, or raise"
-            " 'call_minutes' in the config file and reload or restart hermes-voice.",
-            code="call_cap",
-        )
-
-
-def let_go_on(app: App, call: str) -> int | None:
-    """Set when the live session is hung up, and return its seconds left. The caller holds the lock."""
-    left = max(0, min(time_left(app, call)))
-    app.deadline = next_hang_up(app.clock(), left)
-    app.changed.notify_all()
-    return None if left == math.inf else round(left)
-
-
-def watch(app: App, session_id: str) -> None:
-    """Hang a session up when its time is over, as long as it is the live one."""
-
-    def is_over() -> bool:
-        return app.closing or app.live_session != session_id
-
-    with app.changed:
-        while not is_over() and app.clock() < app.deadline[0]:
-            app.changed.wait(app.deadline[0] - app.clock())
-        if is_over():
-            return
-        reason = app.deadline[1]
-    log_event(reason, logging.WARNING, session=session_id)
-    hang_up(app, session_id)
-
-
-def in_background(function: Callable[..., None], *args: object) -> None:
-    """Run a function on a thread of its own."""
-    threading.Thread(target=function, args=args, daemon=True).start()
-
-
-# Runs
-
-
-def post_delegate(app: App, request: Request) -> Updates:
-    """Run what was said on Hermes, and follow it. The same delegation finds its run again."""
-    conversation = id_of(request.body, "hermes_session")
-    lines = lines_of(request.body, "lines")
-    said = [len(line["text"]) for line in lines if line["speaker"] == "user"]
-    if not said:
-        raise BadRequest("'lines' must hold something the user said.")
-    if sum(said) > REQUEST_CHARS:
-        raise TooLarge(
-            f"That is longer than {REQUEST_CHARS:,} characters, more than Hermes can be given at once."
-            " Say or send it in parts."
-        )
-    delegation = id_of(request.body, "delegation_id", app.new_id())
-    run = route(app, conversation, delegation, lines)
-    log_event("run.asked", conversation=conversation, delegation=delegation, run=run.id)
-    return Updates(updates_after(app, run, 0))
 
 
 def route(app: App, conversation: str, delegation: str, lines: list[Json]) -> Run:
@@ -4076,6 +3978,302 @@ def tell_hermes_to_stop(app: App, run: Run) -> None:
         log_event("run.unstopped", logging.WARNING, run=run.id, detail=error.detail)
 
 
+def resume_runs(app: App) -> None:
+    """Take up what an earlier process left open."""
+    with app.changed:
+        runs = app.journal.open_runs()
+        for run in runs:
+            app.book.adopt(run)
+            app.book.take_up(run, app.now(), app.clock())
+            app.announce(run)
+    for run in runs:
+        log_event("run.resumed", run=run.id, state=run.state, hermes=run.hermes_id)
+        in_background(work, app, run)
+
+
+# ---- sessions ----------------------------------------------------------------
+#
+# The routes of a call: sessions are opened, metered, and hung up when their time is over or
+# their page is gone.
+
+SHORTEST_CALL = 60  # seconds; with less left none is opened
+SDP_LIMIT = 64 << 10  # characters; a browser's offer has about 2,000
+REASON = re.compile(r"[a-z0-9_]{1,64}")  # a code of the voice service's errors, as the page gives it
+
+
+def post_session(app: App, request: Request) -> Reply:
+    """Open a Live session for the page's offer. The newest start wins."""
+    openai = voice_service(app)
+    sdp = text_of(request.body, "sdp", SDP_LIMIT)
+    if not sdp.startswith("v=0") or "m=audio" not in sdp:
+        raise BadRequest("'sdp' must be an offer with an audio track.")
+    conversation, call = (id_of(request.body, key, "") for key in ("conversation", "call"))
+    # What was said on every page and device, where there is more than this page's own.
+    stored = app.journal.lines_of(conversation) if conversation else []
+    session = session_settings(app.config, request.body, stored)
+    with app.changed:
+        check_caps(app, call)
+        number = next_start(app)
+    session_id, answer = openai.open_session(session, sdp)
+    with app.changed:
+        late = number != app.start_number or request.gone()
+        ended = session_id if late else app.live_session
+        now = app.wall()
+        app.journal.save_session(Session(session_id, call or session_id, conversation, now, now))
+        if not late:
+            app.live_session = session_id
+            left = let_go_on(app, call or session_id)
+    log_event("session.opened", session=session_id, voice=session["audio"]["output"]["voice"])
+    if ended:
+        in_background(hang_up, app, ended)
+    if late:
+        raise Conflict("Another start of the call took over.", code="superseded")
+    in_background(watch, app, session_id)
+    body = {"session_id": session_id, "sdp": answer, "seconds_left": left}
+    return Reply(body, lost=lambda: hang_up(app, session_id))
+
+
+def voice_service(app: App) -> OpenAI:
+    """Where sessions are opened and closed. Raise Conflict in a demo, which has none."""
+    if app.openai is None:
+        message = "This is a demo: its voice is in the page. Start without --demo for a call over OpenAI."
+        raise Conflict(message, code="demo")
+    return app.openai
+
+
+def next_start(app: App) -> int:
+    """Count a start. Raise TooMany when they come too fast. The caller holds the lock."""
+    now = app.clock()
+    if len(app.starts) == STARTS_PER_MINUTE and now - app.starts[0] < 60:
+        wait = round(60 - (now - app.starts[0])) + 1
+        message = f"Too many calls were started within a minute. Try again in {wait} seconds."
+        raise TooMany(message, headers={"Retry-After": str(wait)})
+    app.starts.append(now)
+    app.start_number += 1
+    return app.start_number
+
+
+def session_settings(config: Config, body: Json, stored: Sequence[Json]) -> Json:
+    """The `session` object of a new Live session."""
+    asked = body.get("voice") or "custom"
+    voice = config.voice if asked in (config.voice, "custom") else asked
+    if voice != config.voice and voice not in VOICES:
+        raise BadRequest("'voice' must be one of the voices that /config lists.")
+    history = stored or (lines_of(body, "history") if body.get("history") else [])
+    pause = {"idle_timeout_s": config.standby_seconds, "wake_policy": {"type": "speech"}}
+    return {
+        **(pause if has_standby(config) else {}),
+        "model": config.model,
+        "instructions": persona(config),
+        "audio": {"output": {"voice": voice}},
+        "delegation": {"type": "client"},
+        "input": history_input(history),
+        "client": {
+            "data_channel": {
+                "allowed_client_events": list(CLIENT_EVENTS),
+                "allowed_server_events": [{"type": name} for name in SERVER_EVENTS],
+            }
+        },
+    }
+
+
+def has_standby(config: Config) -> bool:
+    """Whether sessions pause by themselves when nobody speaks, and wake when somebody does."""
+    return config.standby_seconds > 0 and config.model in STANDBY_MODELS
+
+
+def post_session_close(app: App, request: Request) -> Reply:
+    """Hang a session up from here: it is over, its page is gone, or its start was abandoned.
+
+    `reason` is the code of the error that ended it, if one did.
+    """
+    session_id, billed = metered(request.body)
+    reason = request.body.get("reason")
+    if reason is not None and not (isinstance(reason, str) and REASON.fullmatch(reason)):
+        raise BadRequest("'reason' must be 1 to 64 lower-case letters, digits or '_'.")
+    if reason:
+        log_event("session.troubled", logging.WARNING, session=session_id, reason=reason)
+    with app.changed:
+        note_session(app, session_id, billed=billed)
+    hang_up(app, session_id)
+    return Reply({"closed": True})
+
+
+def hang_up(app: App, session_id: str) -> None:
+    """End a session. One that cannot be ended is tried again, and nobody waits for that."""
+    with app.changed:
+        if app.live_session == session_id:
+            app.live_session = ""
+    was_open = end_session(app, session_id)
+    with app.changed:
+        note_session(app, session_id, was_open is not False, ended=True)
+        app.changed.notify_all()
+    if was_open is None:
+        in_background(hang_up_again, app, session_id)
+
+
+def end_session(app: App, session_id: str) -> bool | None:
+    """End a session at OpenAI. Return whether it was open, None if that failed, which is logged."""
+    try:
+        was_open = voice_service(app).hang_up(session_id)
+    except UpstreamError as error:
+        log_event("session.unclosed", logging.WARNING, session=session_id, detail=error.detail)
+        return None
+    log_event("session.closed", session=session_id)
+    return was_open
+
+
+def hang_up_again(app: App, session_id: str) -> None:
+    """Try again to end a session, which may cost until then."""
+    for wait in app.waits.hang_up:
+        with app.changed:
+            if app.changed.wait_for(lambda: app.closing, wait):
+                return
+        if end_session(app, session_id) is not None:
+            return
+
+
+def post_session_meter(app: App, request: Request) -> Reply:
+    """Note that the live session's page is there, and say how long the session may go on."""
+    session_id, billed = metered(request.body)
+    with app.changed:
+        if session_id != app.live_session:
+            raise Conflict("This call was ended, or another one took over.", code="not_live")
+        note_session(app, session_id, billed=billed)
+        call = next((each.call for each in app.journal.sessions(math.inf, session_id)), session_id)
+        return Reply({"seconds_left": let_go_on(app, call)})
+
+
+def metered(body: Json) -> tuple[str, float | None]:
+    """A session's id, and its seconds by the vendor's account, where the page knows them."""
+    session_id, seconds = text_of(body, "session_id", 200), body.get("seconds")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", session_id):
+        raise BadRequest("'session_id' is not a session's id.")
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 <= seconds <= 86400
+    if seconds is not None and not number:
+        raise BadRequest("'seconds' must be a number from 0 to 86400.")
+    return session_id, seconds
+
+
+def note_session(
+    app: App, session_id: str, is_open: bool = True, ended: bool = False, billed: float | None = None
+) -> None:
+    """Settle a session up to this moment, or as it was last heard of. The caller holds the lock."""
+    for session in app.journal.sessions(math.inf, session_id):
+        if session.id == session_id:
+            known = session.at(app.wall()) if is_open and not session.ended else session
+            billed = session.billed if billed is None else billed
+            app.journal.save_session(replace(known, ended=session.ended or ended, billed=billed))
+
+
+def day_around(now: float) -> tuple[float, float]:
+    """When the server's local day begins and ends; it can have 23 or 25 hours."""
+    year, month, day, *_ = time.localtime(now)
+    begin, end = (time.mktime((year, month, day + days, 0, 0, 0, 0, 0, -1)) for days in (0, 1))
+    return begin, end
+
+
+def time_left(app: App, call: str) -> tuple[float, float]:
+    """The seconds that a call has left by its own cap and by the day's. The caller holds the lock."""
+    now, config = app.wall(), app.config
+    day = day_around(now)
+    found = app.journal.sessions(day[0] - BILLED_LEAST, call)
+    sessions = [session if session.ended else session.at(now) for session in found]
+    by_call = call_left(sessions, call, 60 * config.call_minutes)
+    return by_call, day_left(sessions, day, now, 60 * config.day_minutes)
+
+
+def check_caps(app: App, call: str) -> None:
+    """Raise TooMany when there is too little time left for a session. The caller holds the lock."""
+    by_call, by_day = time_left(app, call)
+    if by_day < SHORTEST_CALL:
+        most = app.config.day_minutes
+        again = time.strftime("%A at %H:%M", time.localtime(day_around(app.wall())[1]))
+        raise TooMany(
+            f"Calls have taken {most - by_day / 60:.0f} of the {most} minutes a day. You can call again on"
+            f" {again}. To call sooner, raise 'day_minutes' in the config file and reload or restart"
+            " hermes-voice.",
+            code="day_cap",
+        )
+    if by_call < SHORTEST_CALL:
+        raise TooMany(
+            f"This call has used its {app.config.call_minutes} minutes. Start a new one, or raise"
+            " 'call_minutes' in the config file and reload or restart hermes-voice.",
+            code="call_cap",
+        )
+
+
+def let_go_on(app: App, call: str) -> int | None:
+    """Set when the live session is hung up, and return its seconds left. The caller holds the lock."""
+    left = max(0, min(time_left(app, call)))
+    app.deadline = next_hang_up(app.clock(), left)
+    app.changed.notify_all()
+    return None if left == math.inf else round(left)
+
+
+def watch(app: App, session_id: str) -> None:
+    """Hang a session up when its time is over, as long as it is the live one."""
+
+    def is_over() -> bool:
+        return app.closing or app.live_session != session_id
+
+    with app.changed:
+        while not is_over() and app.clock() < app.deadline[0]:
+            app.changed.wait(app.deadline[0] - app.clock())
+        if is_over():
+            return
+        reason = app.deadline[1]
+    log_event(reason, logging.WARNING, session=session_id)
+    hang_up(app, session_id)
+
+
+def resume_session(app: App) -> None:
+    """Take up the session that an earlier process left open, and hang up those it was about to."""
+    with app.changed:
+        left_open = [session for session in app.journal.sessions(math.inf) if not session.ended]
+        if left_open:
+            live = left_open.pop()
+            app.live_session = live.id
+            let_go_on(app, live.call)
+            in_background(watch, app, live.id)
+            log_event("session.resumed", session=live.id)
+    for session in left_open:
+        in_background(hang_up, app, session.id)
+
+
+# ---- routes ------------------------------------------------------------------
+#
+# One function per route that is no call's: runs, conversations, questions, settings. None of
+# them knows of sockets, headers or status codes.
+
+HEARD_LIMIT = 2000  # characters
+
+# The config's keys that `GET /config` carries as they are.
+PAGE_KEYS = (
+    "language greeting progress idle_seconds standby_seconds on_long_run long_run_seconds call_minutes"
+    " day_minutes price_per_minute standby_price_per_minute currency stop_phrases stop_speaking_phrases"
+    " hang_up_phrases go_on_phrases repeat_phrases retry_phrases voice_approvals"
+).split()
+
+
+def post_delegate(app: App, request: Request) -> Updates:
+    """Run what was said on Hermes, and follow it. The same delegation finds its run again."""
+    conversation = id_of(request.body, "hermes_session")
+    lines = lines_of(request.body, "lines")
+    said = [len(line["text"]) for line in lines if line["speaker"] == "user"]
+    if not said:
+        raise BadRequest("'lines' must hold something the user said.")
+    if sum(said) > REQUEST_CHARS:
+        raise TooLarge(
+            f"That is longer than {REQUEST_CHARS:,} characters, more than Hermes can be given at once."
+            " Say or send it in parts."
+        )
+    delegation = id_of(request.body, "delegation_id", app.new_id())
+    run = route(app, conversation, delegation, lines)
+    log_event("run.asked", conversation=conversation, delegation=delegation, run=run.id)
+    return Updates(updates_after(app, run, 0))
+
+
 def post_stop(app: App, request: Request) -> Reply:
     """Stop a run. The answer is `stopping`, or how it has ended already."""
     run = app.find(request.ids[0])
@@ -4159,41 +4357,6 @@ def claim_telling(app: App, run: Run, page: str) -> None:
         raise Conflict("Another page has told the user of it.", code="delivered")
     if not app.claims.claim(run.id, page, app.clock()):
         raise Conflict("Another page is telling the user of it.", code="claimed")
-
-
-def resume_runs(app: App) -> None:
-    """Take up what an earlier process left open."""
-    with app.changed:
-        runs = app.journal.open_runs()
-        for run in runs:
-            app.book.adopt(run)
-            app.book.take_up(run, app.now(), app.clock())
-            app.announce(run)
-    for run in runs:
-        log_event("run.resumed", run=run.id, state=run.state, hermes=run.hermes_id)
-        in_background(work, app, run)
-
-
-def resume_session(app: App) -> None:
-    """Take up the session that an earlier process left open, and hang up those it was about to."""
-    with app.changed:
-        left_open = [session for session in app.journal.sessions(math.inf) if not session.ended]
-        if left_open:
-            live = left_open.pop()
-            app.live_session = live.id
-            let_go_on(app, live.call)
-            in_background(watch, app, live.id)
-            log_event("session.resumed", session=live.id)
-    for session in left_open:
-        in_background(hang_up, app, session.id)
-
-
-def forget_daily(app: App) -> None:
-    """Let go of what is too old, once a day for as long as the server runs."""
-    while not app.closing:
-        with app.changed:
-            app.changed.wait_for(lambda: app.closing, 86400)
-        app.journal.forget_before(time.time() - app.config.history_days * 86400)
 
 
 def get_updates(app: App, request: Request) -> Updates:
@@ -4325,9 +4488,7 @@ def post_approve(app: App, request: Request) -> Reply:
         if not config.voice_approvals:
             message = "Permission is given by click here: use the buttons on the screen."
             raise Conflict(message, code="click_only")
-        read = partial(
-            read_answer, yes=config.yes_phrases, no=config.no_phrases, language=config.language
-        )
+        read = partial(read_answer, yes=config.yes_phrases, no=config.no_phrases, language=config.language)
         more = read(heard) is None and has_request(heard, read)
         choice = "deny" if more else read(heard)
         if choice is None:
@@ -4433,89 +4594,20 @@ def get_health(app: App, request: Request) -> Reply:
     return Reply({"status": "ok"})
 
 
-# What the page sends
+def forget_daily(app: App) -> None:
+    """Let go of what is too old, once a day for as long as the server runs."""
+    while not app.closing:
+        with app.changed:
+            app.changed.wait_for(lambda: app.closing, 86400)
+        app.journal.forget_before(time.time() - app.config.history_days * 86400)
 
 
-def text_of(body: Json, key: str, limit: int) -> str:
-    """A string field. Raise BadRequest or TooLarge, naming it."""
-    value = body.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise BadRequest(f"'{key}' must be a string that is not empty.")
-    if len(value) > limit:
-        raise TooLarge(f"'{key}' must have at most {limit} characters.")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise BadRequest(f"'{key}' holds half a character.")
-    return value
-
-
-def words_of(body: Json, key: str, limit: int) -> str:
-    """A string field of what was said: it is mended, and not refused, for what no text may hold."""
-    value = body.get(key)
-    return text_of({key: mended(value)} if isinstance(value, str) else body, key, limit)
-
-
-def id_of(body: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """An id field, or where it is left out the default, if there is one. Raise BadRequest, naming it."""
-    value = body.get(key)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, str) or not ID.fullmatch(value):
-        raise BadRequest(f"'{key}' must be 1 to 64 letters, digits, '-' or '_'.")
-    return value
-
-
-def lines_of(body: Json, key: str, keyed: bool = False) -> list[Json]:
-    """A list of what was said, each with a key if wanted. Raise BadRequest or TooLarge, naming the entry."""
-    entries = body.get(key)
-    if not isinstance(entries, list) or not entries:
-        raise BadRequest(f"'{key}' must be a list that is not empty.")
-    lines = []
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, dict) or entry.get("speaker") not in tuple(SPEAKERS):
-            raise BadRequest(f"'{key}[{number}]' must have a speaker, 'user' or 'assistant'.")
-        text = entry.get("text")
-        if not isinstance(text, str) or mended(text).strip():  # an empty line is harmless
-            name = f"{key}[{number}].text"
-            line = {"speaker": entry["speaker"], "text": words_of({name: text}, name, REQUEST_CHARS)}
-            lines.append(line | (keyed_fields(entry) if keyed else {}))
-    return lines
-
-
-def keyed_fields(entry: Json) -> Json:
-    """What a line carries that is kept: its key, its age, and the request that took its words, if one did."""
-    age = entry.get("age_seconds", 0)
-    if isinstance(age, bool) or not isinstance(age, int | float) or not 0 <= age < math.inf:
-        raise BadRequest("'age_seconds' must be a number of seconds that is not negative.")
-    delegation = id_of(entry, "delegation", "")
-    return {"key": id_of(entry, "key"), "age_seconds": min(age, LINE_AGE_MOST), "delegation": delegation}
-
-
-# ---- server ------------------------------------------------------------------
+# ---- gate --------------------------------------------------------------------
 #
-# The gate stands before every handler, whether the route exists or not: the Host must be
-# ours, which stops DNS rebinding; the Origin must be the Host's, which stops other pages;
-# the token must be right, unless the path is open. An error becomes HTTP in one place.
-#
-# A connection has a thread. There are only so many: over the cap the one that has waited
-# longest without a request that was let in is closed, so that who sends nothing keeps nobody
-# out, nor who reads nothing of the page.
+# The checks before every handler, whether the route exists or not: the Host must be ours,
+# which stops DNS rebinding; the Origin must be the Host's, which stops other pages; the token
+# must be right, unless the path is open.
 
-BODY_LIMIT = 256 << 10  # bytes; REQUEST_CHARS of three bytes each, and the frames of their lines
-# Bytes of a head, and of a body without the token. http.client alone would take a hundred
-# headers of 64 KiB from anybody.
-HEAD_LIMIT = 32 << 10
-REQUEST_SECONDS = 30  # until a request is complete, and for each write of its answer
-# After an answer that ends a connection, what the client still sends is read: closing on
-# it would reset the answer away.
-LINGER_SECONDS, LINGER_LIMIT = 5, 8 << 20  # bytes
-# Each connection costs a thread and a descriptor, and a run needs descriptors of its own.
-CONNECTIONS_MOST, CONNECTIONS_LEAST = 1000, 8
-RETRY_SECONDS = 5  # what a client is told that found no room
-# A client that is turned away gets so long to read why, and so many at once.
-LEAVING_SECONDS, LEAVING_MOST = 1, 32
-# accept() fails at once, and again, while descriptors lack.
-ACCEPT_PAUSE = 0.1  # seconds
-OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 # Wrong tokens of one client: so many at once, then one more every few seconds. The first
 # ones are answered without delay: a token that was changed, a mistake in copying.
 WRONG_TOKENS, WRONG_TOKENS_AT_ONCE = 10, 3
@@ -4523,90 +4615,6 @@ WRONG_TOKEN_SECONDS, WRONG_TOKEN_DELAY = 10, 1.0
 CLIENTS_KEPT = 1000  # whose wrong tokens are remembered; the oldest is forgotten first
 # What anybody can cause is written once per client and so many times in all, in so long.
 WARNING_SECONDS, WARNINGS_MOST = 10, 20
-BACKLOG = 256  # connections waiting to be accepted; the default of 5 loses callers
-CERTIFICATE_SECONDS = 1  # between two looks at the certificate's files
-CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError, ssl.SSLError)
-
-PLAIN_HTTP = "This port speaks HTTPS. Put https:// in front of the address.\n"
-PLAIN_HTTP_REPLY = (
-    "HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
-    f"Content-Length: {len(PLAIN_HTTP)}\r\n\r\n{PLAIN_HTTP}"
-).encode()
-
-Handling = Callable[[App, Request], Reply | Updates]
-
-OPEN, TOKEN = False, True
-ROUTES: list[tuple[str, str, Handling, bool]] = [
-    # method, path, handler, does it need the access token?
-    ("GET", "/healthz", get_health, OPEN),
-    ("POST", "/pair", post_pair, OPEN),
-    ("GET", "/config", get_config, TOKEN),
-    ("POST", "/session", post_session, TOKEN),
-    ("POST", "/session/meter", post_session_meter, TOKEN),
-    ("POST", "/session/close", post_session_close, TOKEN),
-    ("POST", "/delegate", post_delegate, TOKEN),
-    ("GET", "/runs", get_runs, TOKEN),
-    ("GET", "/runs/<id>/updates", get_updates, TOKEN),
-    ("POST", "/runs/<id>/stop", post_stop, TOKEN),
-    ("POST", "/runs/<id>/delivered", post_delivered, TOKEN),
-    ("GET", "/conversations", get_conversations, TOKEN),
-    ("GET", "/conversations/<id>", get_conversation, TOKEN),
-    ("DELETE", "/conversations/<id>", delete_conversation, TOKEN),
-    ("POST", "/conversations/<id>/lines", post_lines, TOKEN),
-    ("POST", "/approve", post_approve, TOKEN),
-]
-_PATTERNS = [
-    (method, re.compile(path.replace("<id>", f"({ID.pattern})")), handler)
-    for method, path, handler, _ in ROUTES
-]
-OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
-
-SECURITY_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
-        " connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none';"
-        " frame-ancestors 'none'"
-    ),
-    "Permissions-Policy": "microphone=(self), camera=(), geolocation=(), display-capture=()",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-    ".webmanifest": "application/manifest+json",
-}
-
-
-# The page need not ask and be refused to learn that it has to show a token.
-TOKEN_MARK = b'<meta name="access-token" content="%s" />'
-
-
-def read_page(folder: Path, token: bool = False) -> dict[str, tuple[str, bytes]]:
-    """The page's files by request path: media type and content. Raise ConfigError.
-
-    `token`: the page must show one, and is told so.
-    """
-    try:
-        page = {
-            f"/{path.name}": (MEDIA_TYPES[path.suffix], path.read_bytes())
-            for path in folder.iterdir()
-            if path.suffix in MEDIA_TYPES
-        }
-    except OSError as error:
-        raise ConfigError([f"--static {folder}: cannot be read: {error.strerror}"]) from None
-    if "/index.html" not in page:
-        raise ConfigError([f"--static {folder}: holds no index.html"])
-    media_type, index = page["/index.html"]
-    told = index.replace(TOKEN_MARK % b"none", TOKEN_MARK % b"needed") if token else index
-    page["/"] = page["/index.html"] = (media_type, told)
-    return page
 
 
 def host_name(netloc: str) -> str:
@@ -4715,6 +4723,116 @@ class Warnings:
         self._told.add(client)
         left_out, self._left_out = self._left_out, 0
         return left_out
+
+
+# ---- http --------------------------------------------------------------------
+#
+# The route table, the page's files, and the adapter: an error becomes HTTP in one place.
+#
+# A connection has a thread. There are only so many: over the cap the one that has waited
+# longest without a request that was let in is closed, so that who sends nothing keeps nobody
+# out, nor who reads nothing of the page.
+
+BODY_LIMIT = 256 << 10  # bytes; REQUEST_CHARS of three bytes each, and the frames of their lines
+# Bytes of a head, and of a body without the token. http.client alone would take a hundred
+# headers of 64 KiB from anybody.
+HEAD_LIMIT = 32 << 10
+REQUEST_SECONDS = 30  # until a request is complete, and for each write of its answer
+# After an answer that ends a connection, what the client still sends is read: closing on
+# it would reset the answer away.
+LINGER_SECONDS, LINGER_LIMIT = 5, 8 << 20  # bytes
+# Each connection costs a thread and a descriptor, and a run needs descriptors of its own.
+CONNECTIONS_MOST, CONNECTIONS_LEAST = 1000, 8
+RETRY_SECONDS = 5  # what a client is told that found no room
+# A client that is turned away gets so long to read why, and so many at once.
+LEAVING_SECONDS, LEAVING_MOST = 1, 32
+# accept() fails at once, and again, while descriptors lack.
+ACCEPT_PAUSE = 0.1  # seconds
+OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+BACKLOG = 256  # connections waiting to be accepted; the default of 5 loses callers
+CERTIFICATE_SECONDS = 1  # between two looks at the certificate's files
+CLIENT_GONE = (BrokenPipeError, ConnectionResetError, ConnectionAbortedError, TimeoutError, ssl.SSLError)
+
+PLAIN_HTTP = "This port speaks HTTPS. Put https:// in front of the address.\n"
+PLAIN_HTTP_REPLY = (
+    "HTTP/1.1 400 Bad Request\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    f"Content-Length: {len(PLAIN_HTTP)}\r\n\r\n{PLAIN_HTTP}"
+).encode()
+
+Handling = Callable[[App, Request], Reply | Updates]
+
+OPEN, TOKEN = False, True
+ROUTES: list[tuple[str, str, Handling, bool]] = [
+    # method, path, handler, does it need the access token?
+    ("GET", "/healthz", get_health, OPEN),
+    ("POST", "/pair", post_pair, OPEN),
+    ("GET", "/config", get_config, TOKEN),
+    ("POST", "/session", post_session, TOKEN),
+    ("POST", "/session/meter", post_session_meter, TOKEN),
+    ("POST", "/session/close", post_session_close, TOKEN),
+    ("POST", "/delegate", post_delegate, TOKEN),
+    ("GET", "/runs", get_runs, TOKEN),
+    ("GET", "/runs/<id>/updates", get_updates, TOKEN),
+    ("POST", "/runs/<id>/stop", post_stop, TOKEN),
+    ("POST", "/runs/<id>/delivered", post_delivered, TOKEN),
+    ("GET", "/conversations", get_conversations, TOKEN),
+    ("GET", "/conversations/<id>", get_conversation, TOKEN),
+    ("DELETE", "/conversations/<id>", delete_conversation, TOKEN),
+    ("POST", "/conversations/<id>/lines", post_lines, TOKEN),
+    ("POST", "/approve", post_approve, TOKEN),
+]
+_PATTERNS = [
+    (method, re.compile(path.replace("<id>", f"({ID.pattern})")), handler)
+    for method, path, handler, _ in ROUTES
+]
+OPEN_PATHS = {path for _, path, _, token in ROUTES if token is OPEN}
+
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
+        " connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'"
+    ),
+    "Permissions-Policy": "microphone=(self), camera=(), geolocation=(), display-capture=()",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".webmanifest": "application/manifest+json",
+}
+
+
+# The page need not ask and be refused to learn that it has to show a token.
+TOKEN_MARK = b'<meta name="access-token" content="%s" />'
+
+
+def read_page(folder: Path, token: bool = False) -> dict[str, tuple[str, bytes]]:
+    """The page's files by request path: media type and content. Raise ConfigError.
+
+    `token`: the page must show one, and is told so.
+    """
+    try:
+        page = {
+            f"/{path.name}": (MEDIA_TYPES[path.suffix], path.read_bytes())
+            for path in folder.iterdir()
+            if path.suffix in MEDIA_TYPES
+        }
+    except OSError as error:
+        raise ConfigError([f"--static {folder}: cannot be read: {error.strerror}"]) from None
+    if "/index.html" not in page:
+        raise ConfigError([f"--static {folder}: holds no index.html"])
+    media_type, index = page["/index.html"]
+    told = index.replace(TOKEN_MARK % b"none", TOKEN_MARK % b"needed") if token else index
+    page["/"] = page["/index.html"] = (media_type, told)
+    return page
 
 
 def wrong_method(methods: Sequence[str]) -> NotFound:
@@ -5445,7 +5563,10 @@ class DemoHermes(Hermes):
         return DemoEvents(self.runs[run_id])
 
 
-# ---- command -----------------------------------------------------------------
+# ---- start -------------------------------------------------------------------
+#
+# Flags, files and environment become a server that listens, are read again on SIGHUP, and
+# systemd is told how it goes.
 
 SHUTDOWN_SECONDS = 3  # for streams to write their last line
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -5735,7 +5856,7 @@ def wait_for_end(at_terminal: bool, again: Callable[[], None]) -> None:
         again()
 
 
-# The check
+# ---- check -------------------------------------------------------------------
 #
 # Each check looks at one subject, whatever the others found, and yields a level, a text and what
 # to do. It changes nothing and opens no session. What is told can be shown to everybody: no
@@ -6157,21 +6278,15 @@ def report(findings: Sequence[Finding], as_json: bool) -> tuple[str, bool]:
     return "\n".join([*lines, f"hermes-voice {__version__}: {verdict}; {told_counts}"]), good
 
 
-# `--pair`
+# ---- command -----------------------------------------------------------------
+#
+# What the flags ask for: `main` serves, checks or pairs.
 
 NO_MICROPHONE = (
     "over plain http the access token can be read on the way, and the browser gives no microphone; put HTTPS"
     " in front, with a reverse proxy or tailscale serve; or forward a port, with ssh -L, and open"
     " http://localhost there; or talk on this machine itself"
 )
-
-# A QR code of version 5: the data in one block, error correction level L.
-QR_SIZE = 37  # modules
-QR_DATA, QR_CHECK = 108, 26  # codewords
-QR_BYTES = QR_DATA - 2  # of text; mode, length and end take two
-QR_FORMAT = 0x77C4  # level L with mask 0, which inverts where row + column is even
-QR_QUIET = 2  # light modules around it: half of the standard's, to fit 24 lines
-QR_COLOURS = "\x1b[38;5;16;48;5;231m"  # black on white, whatever the theme
 
 
 def print_pairing(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
@@ -6215,67 +6330,6 @@ def page_url(given: str, public_hosts: Sequence[str], host: str, port: int, secu
     if not port or (is_address(host) and ipaddress.ip_address(host).is_unspecified):
         raise ConfigError([f"--pair: --listen names no address to open; give the page's URL: {example}"])
     return url_at(host, port, secure)
-
-
-def qr_check(data: bytes) -> bytes:
-    """The Reed-Solomon codewords of a QR code's data."""
-
-    def times(a: int, b: int) -> int:  # in GF(256), whose polynomial is 0x11D
-        doubled = b << 1 ^ (0x11D if b > 127 else 0)
-        return times(a >> 1, doubled) ^ (a & 1) * b if a else 0
-
-    divisor, root = [1], 1
-    for _ in range(QR_CHECK):
-        divisor = [a ^ times(b, root) for a, b in zip([*divisor, 0], [0, *divisor], strict=True)]
-        root = times(root, 2)
-    rest = [0] * QR_CHECK
-    for byte in data:
-        first, *others = rest
-        rest = [a ^ times(b, byte ^ first) for a, b in zip([*others, 0], divisor[1:], strict=True)]
-    return bytes(rest)
-
-
-def qr_frame() -> dict[tuple[int, int], bool]:
-    """The modules that every such code has, by row and column: is it dark?"""
-    last = QR_SIZE - 1
-    frame = {(6, at): at % 2 == 0 for at in range(QR_SIZE)}
-    frame |= {(at, 6): at % 2 == 0 for at in range(QR_SIZE)}
-    squares = [(3, 3, 4, (2, 4)), (3, last - 3, 4, (2, 4)), (last - 3, 3, 4, (2, 4)), (30, 30, 2, (1,))]
-    for row, column, reach, light in squares:
-        for down, right in itertools.product(range(-reach, reach + 1), repeat=2):
-            frame[row + down, column + right] = max(abs(down), abs(right)) not in light
-    for bit in range(15):
-        dark = bool(QR_FORMAT >> bit & 1)
-        frame[(bit + (bit > 5), 8) if bit < 8 else (8, (7 if bit == 8 else 14 - bit))] = dark
-        frame[(8, last - bit) if bit < 8 else (last - 14 + bit, 8)] = dark
-    frame[last - 7, 8] = True
-    return {at: dark for at, dark in frame.items() if min(at) >= 0 and max(at) < QR_SIZE}
-
-
-def qr_code(text: str) -> dict[tuple[int, int], bool]:
-    """The QR code of at most QR_BYTES of text, by row and column: is it dark?"""
-    raw = text.encode()
-    whole = (0x400 | len(raw)) << 8 * len(raw) | int.from_bytes(raw, "big")  # 4: bytes
-    data = ((whole << 4).to_bytes(len(raw) + 2, "big") + b"\xec\x11" * QR_DATA)[:QR_DATA]
-    bits = "".join(f"{byte:08b}" for byte in data + qr_check(data)) + "0" * 7
-    modules = qr_frame()
-    # In columns of two from the right, up and down in turn; the left timing line is skipped.
-    rows = range(QR_SIZE)
-    columns = [*range(QR_SIZE - 1, 7, -2), 5, 3, 1]
-    path = [(row, column - left) for turn, column in enumerate(columns)
-            for row in (rows if turn % 2 else reversed(rows)) for left in (0, 1)]  # fmt: skip
-    free = [at for at in path if at not in modules]
-    return modules | {at: (bit == "1") ^ (sum(at) % 2 == 0) for at, bit in zip(free, bits, strict=True)}
-
-
-def drawn(modules: Mapping[tuple[int, int], bool]) -> str:
-    """A QR code for a terminal, two rows to a line."""
-    span = range(-QR_QUIET, QR_SIZE + QR_QUIET)
-    lines = [
-        "".join(" ▄▀█"[2 * modules.get((row, at), False) + modules.get((row + 1, at), False)] for at in span)
-        for row in span[::2]
-    ]
-    return "\n".join(f"{QR_COLOURS}{line}\x1b[0m" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
