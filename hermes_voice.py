@@ -4291,13 +4291,13 @@ def get_runs(app: App, request: Request) -> Reply:
         both = [*app.journal.runs_of(conversation), *app.book.of(conversation)]
         runs = sorted({run.id: run for run in both}.values(), key=lambda run: run.created)
         now, ticks = app.now(), app.clock()
-        return Reply({"now": now, "runs": [run_summary(run, now, ticks) for run in runs[-RUNS_LISTED:]]})
+        return Reply({"runs": [run_summary(run, now, ticks) for run in runs[-RUNS_LISTED:]]})
 
 
 def run_summary(run: Run, now: float, ticks: float) -> Json:
     """A run as the list shows it, with all that a page has shown of it; `result` is its final update.
 
-    Its updates go on after `seq`. Times are epoch seconds, as `now` is.
+    Its updates go on after `seq`. Times are epoch seconds, as `now` of the conversation is.
     """
     return {
         "run_id": run.id,

@@ -181,7 +181,7 @@ async function poll({ key, runId, after }) {
   const updates = [];
   try {
     if (runId) await api.follow(`runs/${runId}/updates?after=${after}&wait=0`, null, (update) => updates.push(update));
-    else updates.push(...(await listed()).filter((run) => run.delegations.includes(key)).map((run) => ({ type: "run", ...run })));
+    else updates.push(...(await listed()).filter((run) => run.delegations.includes(key)).map(({ run_id, state }) => ({ type: "run", run_id, state })));
   } catch (error) {
     explained(error); // the stream, or its end, tells more
   }

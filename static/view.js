@@ -409,7 +409,7 @@ const FINISHED = {
 
 /** Whether nobody was told of its end. @param {Run} run @param {State} state */
 function isNew(run, state) {
-  return ["due", "mine"].includes(run.claim) && state.phase === "idle";
+  return ["due", "asked"].includes(run.claim) && state.phase === "idle";
 }
 
 /** What a run's card shows of it. @param {Run} run @param {State} state */
