@@ -186,7 +186,7 @@ async function poll({ key, runId, after }) {
     explained(error); // the stream, or its end, tells more
   }
   for (const update of updates) dispatch({ type: "update", key, update, polled: true });
-  dispatch({ type: "polled", key, found: updates.length > 0 });
+  dispatch({ type: "polled", key, found: updates.length > 0, named: !!runId });
 }
 
 /** The server's runs of this conversation. @returns {Promise<any[]>} */

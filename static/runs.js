@@ -2,8 +2,9 @@
 //
 //   run         starting -> queued, running, unreachable, stopping -> ended
 //   stream      followed -> broken -> followed again, until it is hopeless: the end is unknown
-//     silent    nothing comes through it: asked every second, told once the server has answered
-//               that; until the stream brings a line after all, or the run has ended
+//     silent    nothing comes through it: asked every second, until the stream brings a line after
+//               all or the run has ended. Hermes may be slow to take a request: once the server knows
+//               its run, that is followed instead, and begins at once where nothing holds it back
 //
 // A run lives at the server, whatever happens here; its updates count once, by their number.
 //
@@ -444,10 +445,14 @@ export function pollHeld(state) {
   ]);
 }
 
-/** The server was asked; `found`: it knows the run, whose stream has still brought nothing. @type {EventRule} */
+/** The server was asked; `found`: it knows the run, whose stream has still brought nothing; `named`: by the run's id. @type {EventRule} */
 export function polled(state, event) {
   const run = state.runs.find((r) => r.key === event.key && r.held);
   if (!run) return [state, []];
+  if (event.found && !event.named) {
+    const again = [{ do: "unfollow", key: run.key }, { do: "follow", key: run.key, runId: run.runId, after: run.seq }];
+    return [changed(state, run.key, (r) => ({ ...r, held: false })), again];
+  }
   const next = changed(state, run.key, (r) => ({ ...r, pollAt: state.now + POLL_MS }));
   return [event.found && !state.heldTold ? notify({ ...next, heldTold: true }, "error", HELD) : next, []];
 }

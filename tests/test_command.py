@@ -579,7 +579,7 @@ def test_the_block_with_the_key_is_one_paste(tmp_path):
 def read_until(terminal, wanted):
     """What a terminal shows up to some words. The block itself is echoed without a line's end behind them."""
     shown = ""
-    while not re.search(f"(?<!\\\\){re.escape(wanted)}(?!\")", shown):
+    while not re.search(f'(?<!\\\\){re.escape(wanted)}(?!")', shown):
         ready, _, _ = select.select([terminal], [], [], START_SECONDS)
         assert ready, f"nothing more after {shown!r}"
         shown += os.read(terminal, 4096).decode(errors="replace")
