@@ -215,12 +215,12 @@ export function inOrder({ transcript: { lines }, runs, notices }) {
 }
 
 /**
- * A moment of the server's on this page's clock, in whole milliseconds, so that what has one
- * time there has one time here. `origin`: when the server's clock stood at 0.
+ * A moment of the server's on this page's clock. What has one time there has one time here,
+ * by the same `origin`: when the server's clock stood at 0.
  * @param {number} origin @param {number} seconds
  */
 export function placed(origin, seconds) {
-  return Math.round(origin + seconds * 1000);
+  return origin + seconds * 1000;
 }
 
 /** Keep what the server does not have yet. @type {Rule} */
