@@ -5,7 +5,7 @@ company, and one with each Hermes. They are made in the first run, which takes a
 two, and again when their requirements or Python have changed. Chromium and Node are looked
 for on this machine; without them, or without a Hermes, the tests that need them are skipped.
 
-Most tests wait most of the time, so two files a processor run side by side; those that measure
+Most tests wait most of the time, so files run side by side, one a processor; those that measure
 time run alone, before them. With pytest arguments everything runs one after the other.
 
 `--quick` leaves Hermes and Chromium out, `--install` makes the environments and stops.
@@ -26,7 +26,7 @@ from pathlib import Path
 OLDEST_PYTHON = (3, 11)
 OLDEST_NODE = 20
 
-PER_PROCESSOR = 2  # test files at once
+PER_PROCESSOR = 1  # test files at once; with two, browsers starve each other now and then
 NO_TESTS = 5  # pytest's exit code where none was chosen
 
 ROOT = Path(__file__).resolve().parents[1]
