@@ -166,7 +166,9 @@ export function answered(state, event) {
   if (!run || !question || question.requestId !== event.requestId) return [state, []];
   if (event.choice) return [decided(state, run, question, event), []];
   const draft = doing(...(event.typed && event.code !== "too_late" ? [{ do: "draft", text: event.typed }] : []));
-  return chain(state, (s) => (event.message ? failed : unclear)(s, run, question, event), draft);
+  // What is too long for an answer is none.
+  const isFailed = event.message && event.code !== "too_large";
+  return chain(state, (s) => (isFailed ? failed : unclear)(s, run, question, event), draft);
 }
 
 /** @param {State} state @param {Run} run @param {Question} question @param {import("./wire.js").Event} event @returns {State} */

@@ -45,6 +45,7 @@ const TOOLS_KEPT = 50; // the server keeps as many
 const QUESTIONS_KEPT = 50;
 const NOTE_MS = 3000; // between two silent notes about one run
 const NOTE_AGAIN_MS = 30000; // with nothing new to tell
+const HELD_POLLS = 3; // answered without a line: a page that slept only has its lines to come
 const POLL_MS = 1000; // between two looks at a run whose stream is held back
 const RETRIES_MOST = 8;
 const RETRY_MOST_MS = 15000; // between two of them
@@ -117,7 +118,7 @@ function withRuns(state, runs) {
 function newRun(state, key, runId, request) {
   return {
     key, runId, request, about: request, batch: 0, batches: [], lines: [], at: state.now, state: "starting", tools: [], progress: "", question: null, earlier: [],
-    result: null, seq: 0, since: state.now, stopAsked: false, stopSaid: false, retries: 0, following: true, followAt: 0, held: false, pollAt: 0, noted: "",
+    result: null, seq: 0, since: state.now, stopAsked: false, stopSaid: false, retries: 0, following: true, followAt: 0, held: false, pollAt: 0, polls: 0, noted: "",
     notedAt: 0, saidAt: 0, saidTimes: 0, attempt: state.attempt, owed: [], claim: "", claimAt: 0,
   };
 }
@@ -433,7 +434,7 @@ const HELD =
 
 /** A stream brings nothing. It is slow, or held back on its way. @type {EventRule} */
 export function silent(state, event) {
-  return [changed(state, event.key, (run) => ({ ...run, held: !run.result, pollAt: state.now })), []];
+  return [changed(state, event.key, (run) => ({ ...run, held: !run.result, pollAt: state.now, polls: 0 })), []];
 }
 
 /** Ask for what is held back. @type {Rule} */
@@ -453,8 +454,9 @@ export function polled(state, event) {
     const again = [{ do: "unfollow", key: run.key }, { do: "follow", key: run.key, runId: run.runId, after: run.seq }];
     return [changed(state, run.key, (r) => ({ ...r, held: false })), again];
   }
-  const next = changed(state, run.key, (r) => ({ ...r, pollAt: state.now + POLL_MS }));
-  return [event.found && !state.heldTold ? notify({ ...next, heldTold: true }, "error", HELD) : next, []];
+  const polls = run.polls + Number(event.found);
+  const next = changed(state, run.key, (r) => ({ ...r, pollAt: state.now + POLL_MS, polls }));
+  return [polls >= HELD_POLLS && !state.heldTold ? notify({ ...next, heldTold: true }, "error", HELD) : next, []];
 }
 
 /** Take broken streams up again. @type {Rule} */

@@ -30,7 +30,7 @@ import { thinking } from "./wire.js";
  *   question: Question | null, earlier: Question[], result: {finish: string, show: string, error: string} | null,
  *   seq: number, batch: number, batches: number[], lines: {speaker: string, text: string}[], since: number,
  *   stopAsked: boolean, stopSaid: boolean, retries: number, following: boolean, followAt: number,
- *   held: boolean, pollAt: number,
+ *   held: boolean, pollAt: number, polls: number,
  *   noted: string, notedAt: number, saidAt: number, saidTimes: number, attempt: number,
  *   owed: string[], claim: "" | "due" | "asked" | "mine" | "heard" | "told", claimAt: number}} Run
  *   `at`: where its card stands, at first when it began and then when it ended.
@@ -40,7 +40,7 @@ import { thinking } from "./wire.js";
  *   `owed` is what is to be said of its end, `claim` how far that is, `claimAt` when the server
  *   is asked again about it, `attempt` the call in which it was asked.
  *   `stopSaid`: the user asked for the stop aloud. `held`: its stream brings nothing, and the
- *   server is asked instead, next at `pollAt`.
+ *   server is asked instead, next at `pollAt`; it has answered `polls` times since.
  *   `lines` are what was handed over, kept while it may have to be handed over again;
  *   `batches` are those of its words.
  * @typedef {{id: string, attempt: number, at: number, placeMs: number | null, state: "settling" | "captured" | "sent" | "answered",

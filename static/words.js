@@ -15,8 +15,8 @@
 // request may hold is refused as a whole, and the user is told.
 
 import { lateAnswer } from "./late.js";
-import { isOneOf, isSmallTalk } from "./phrases.js";
 import { mayBeEcho, wordsOf } from "./echo.js";
+import { isOneOf, isSmallTalk } from "./phrases.js";
 import { answer, ask, isHeard, isLeft, releaseCaptured, typedAnswer, unclear } from "./questions.js";
 import { delegate, isRetryable, ownKey, retried, stopRun } from "./runs.js";
 import { close } from "./session.js";
@@ -270,7 +270,7 @@ export function handLeftNow(state) {
   // They settle as any others: what was said last may be an answer that came too late.
   if (ids.length) return [assign(next, ids, "settling", null), []];
   const isRequest = wordsOf([{ text: words, startMs: 0, endMs: 0 }]).length >= REQUEST_WORDS;
-  return isRequest ? delegate(next, `left_${state.attempt}_${state.counter}`, []) : [next, []];
+  return isRequest ? delegate(next, ownKey(state, "left"), []) : [next, []];
 }
 
 /** An answer that came late and was not handed over by the model. @type {Rule} */
